@@ -1,0 +1,1 @@
+"""How large activations get, what that costs at low bits, and how much differential attention saves."""

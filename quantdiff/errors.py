@@ -1,0 +1,38 @@
+"""Errors that a user can mend: one sentence that names the thing and the remedy."""
+
+__all__ = ["MissingExtraError", "RecordingError", "UsageError", "require"]
+
+import importlib
+from types import ModuleType
+
+
+class UsageError(ValueError):
+    """A request that cannot be met as asked; the command line prints it and exits with code 2."""
+
+
+class MissingExtraError(UsageError, ImportError):
+    """An optional dependency is not installed; the message holds the pip command."""
+
+
+class RecordingError(UsageError):
+    """A model, or a call of it, that cannot be recorded rightly and is refused for that reason."""
+
+
+def require(module: str, extra: str, purpose: str) -> ModuleType:
+    """Import an optional dependency.
+
+    Args:
+        module: import name, for example `datasets`.
+        extra: the extra of quantdiff that brings it, for example `eval`.
+        purpose: what it is needed for, as it should read after "to".
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{module} is needed to {purpose} and is not installed: "
+            f"pip install 'quantdiff[{extra}]'"
+        ) from error

@@ -1,0 +1,97 @@
+"""What is kept of one site: exact extremes and moments per group, and the histogram."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantdiff.statistics.histogram import Histogram
+from quantdiff.statistics.moments import Moments
+
+__all__ = ["SiteStatistics"]
+
+
+@dataclass(eq=False)
+class SiteStatistics:
+    """Statistics of one layer's tensor, per group (a head; one group for hidden states).
+
+    Attributes:
+        name: module path of the site.
+        layer: index of the layer, from 0.
+        count: (G,) int64.
+        min, max: (G,) fp32; +inf and −inf for a group that holds nothing.
+        moments: None where only extremes were recorded.
+        histogram: None where only extremes were recorded.
+    """
+
+    name: str
+    layer: int
+    count: NDArray[np.int64]
+    min: NDArray[np.float32]
+    max: NDArray[np.float32]
+    moments: Moments | None = field(default=None, repr=False)
+    histogram: Histogram | None = field(default=None, repr=False)
+
+    @classmethod
+    def empty(cls, name: str, layer: int, groups: int, *, full: bool) -> Self:
+        """Statistics that hold nothing."""
+        return cls(
+            name,
+            layer,
+            np.zeros(groups, np.int64),
+            np.full(groups, np.inf, np.float32),
+            np.full(groups, -np.inf, np.float32),
+            Moments.empty(groups) if full else None,
+            Histogram.empty(groups) if full else None,
+        )
+
+    @property
+    def groups(self) -> int:
+        """Number of groups G."""
+        return len(self.count)
+
+    @property
+    def absmax(self) -> NDArray[np.float32]:
+        """Largest magnitude, (G,); 0 for an empty group."""
+        both = np.maximum(np.abs(self.min), np.abs(self.max))
+        return np.where(self.count > 0, both, np.float32(0))
+
+    def merge(self, other: "SiteStatistics") -> None:
+        """Add the statistics of other data at the same site, in place.
+
+        Raises:
+            ValueError: another site, another number of groups, or another level of detail.
+        """
+        if (self.name, self.layer, self.groups) != (other.name, other.layer, other.groups):
+            raise ValueError(
+                f"site {self.name} with {self.groups} groups cannot be merged with site "
+                f"{other.name} with {other.groups} groups"
+            )
+        if (self.moments is None) != (other.moments is None):
+            raise ValueError(f"site {self.name} was recorded at two levels of detail")
+        self.count = self.count + other.count
+        self.min = np.minimum(self.min, other.min)
+        self.max = np.maximum(self.max, other.max)
+        if self.moments is not None and other.moments is not None:
+            self.moments.merge(other.moments)
+        if self.histogram is not None and other.histogram is not None:
+            self.histogram.merge(other.histogram)
+
+    def rows(self) -> Iterator[dict[str, float | int | None]]:
+        """One dictionary a group: absmax, min, max, mean, std, kurtosis (None where not known)."""
+        std = None if self.moments is None else self.moments.std
+        kurtosis = None if self.moments is None else self.moments.kurtosis
+        for g in range(self.groups):
+            empty = self.count[g] == 0
+            yield {
+                "absmax": None if empty else float(self.absmax[g]),
+                "min": None if empty else float(self.min[g]),
+                "max": None if empty else float(self.max[g]),
+                "mean": None if empty or self.moments is None else float(self.moments.mean[g]),
+                "std": None if empty or std is None else float(std[g]),
+                "kurtosis": None
+                if kurtosis is None or not np.isfinite(kurtosis[g])
+                else float(kurtosis[g]),
+            }

@@ -1,0 +1,259 @@
+"""Statistics of attention logits and plain tensors in one pass, block by block.
+
+The logits never exist as a whole: a block of query rows is multiplied with the keys it may attend,
+counted and dropped. On a CPU compiled kernels do it where they were built; elsewhere, and for
+logits that are capped or biased, plain torch does.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantdiff.statistics import native
+from quantdiff.statistics.blocks import BLOCK_ELEMENTS, Part, torch_logits, torch_values
+from quantdiff.statistics.moments import Moments
+from quantdiff.statistics.site import SiteStatistics
+from quantdiff.statistics.top import Top
+from quantdiff.statistics.visible import Visible
+
+__all__ = ["NonFiniteError", "measure_logits", "measure_values"]
+
+_BINS = native.BINS
+
+
+class NonFiniteError(ValueError):
+    """A NaN or an infinity among the values; `group` tells the head."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__(f"NaN or infinity in group {group}")
+        self.group = group
+
+
+@torch.no_grad()
+def measure_logits(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    visible: Visible,
+    site: SiteStatistics,
+    top: Top,
+    locate: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    *,
+    softcap: float | None = None,
+    bias: Callable[[int, int], Tensor] | None = None,
+    compiled: bool = True,
+) -> None:
+    """Add the logits softcap(q·kᵀ·scale) + bias to a site's statistics and the largest to `top`.
+
+    Args:
+        q: (B, H, N, D), any floating dtype; products and sums are fp32 of the values given.
+        k: (B, G, M, D), H a multiple of G; query head h uses key head h // (H / G).
+        scale: factor of q·kᵀ.
+        visible: what may be attended.
+        site: (H groups) added to; with moments and histogram if it has them.
+        top: offered the largest magnitudes.
+        locate: maps (n, 4) int64 of (head, batch, query row, key) to the coordinates of `top`;
+            must keep the order.
+        softcap: c of c·tanh(x / c), or None.
+        bias: (first row, last row + 1) → (B or 1, H or 1, rows, M), added after the cap.
+        compiled: False takes the plain torch path.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity among the logits that count; nothing was added.
+    """
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key heads")
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = q.float(), k.float()
+        unit = _logit_unit(q, k, scale)
+        plain = softcap is None and bias is None
+        if compiled and plain and q.device.type == "cpu" and native.available():
+            parts = _compiled_logits(q, k, scale, visible, unit, site, top)
+        else:
+            parts = torch_logits(q, k, scale, visible, unit, site, top, softcap, bias)
+        _add(parts, unit, q.shape[0], site, top, locate)
+
+
+@torch.no_grad()
+def measure_values(
+    values: Tensor,
+    rows: Tensor,
+    site: SiteStatistics,
+    top: Top,
+    locate: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    *,
+    compiled: bool = True,
+) -> None:
+    """Add the rows of a tensor to a site's statistics and the largest to `top`.
+
+    Args:
+        values: (N, D), any floating dtype.
+        rows: (N,) bool, the rows that count.
+        site: one group, added to.
+        top: offered the largest magnitudes.
+        locate: maps (n, 4) int64 of (0, 0, row, column) to the coordinates of `top`.
+        compiled: False takes the plain torch path.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity in a row that counts; nothing was added.
+    """
+    with torch.autocast(values.device.type, enabled=False):
+        x = values.float()
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        unit = _value_unit(x[rows] if not rows.all() else x)
+        if compiled and x.device.type == "cpu" and native.available():
+            stop = rows.int()
+            part = Part(
+                *_call(
+                    x[None, None],
+                    None,
+                    1.0,
+                    torch.zeros_like(stop)[None],
+                    stop[None],
+                    None,
+                    unit,
+                    site,
+                    top.rank,
+                    top.threshold,
+                ),
+                0,
+            )
+            parts = iter([part])
+        else:
+            parts = torch_values(x, rows, unit, site, top)
+        _add(parts, unit, 1, site, top, locate)
+
+
+def _add(
+    parts: Iterator[Part],
+    unit: NDArray[np.float32],
+    batch: int,
+    site: SiteStatistics,
+    top: Top,
+    locate: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+) -> None:
+    """Gather the parts of one call, and add them only if all of them are finite."""
+    heads = site.groups
+    sums = np.zeros((batch, heads, 4))
+    fresh = SiteStatistics.empty(site.name, site.layer, heads, full=site.histogram is not None)
+    counts = np.zeros((batch, heads), np.int64)
+    items = []
+    for part in parts:
+        partial = part.partial.reshape(batch, heads)
+        bad = partial["bad"].any(0)
+        if bad.any():
+            raise NonFiniteError(int(np.flatnonzero(bad)[0]))
+        counts += partial["count"]
+        sums += partial["moment"]
+        fresh.min = np.minimum(fresh.min, partial["min"].min(0))
+        fresh.max = np.maximum(fresh.max, partial["max"].max(0))
+        if fresh.histogram is not None and part.counts is not None:
+            fresh.histogram.add(part.counts, part.first)
+        if len(part.items):
+            place = np.stack([part.items[name] for name in ("head", "batch", "row", "column")], 1)
+            place = place.astype(np.int64)
+            place[:, 2] += part.row
+            items.append((part.items["value"], place))
+    fresh.count = counts.sum(0)
+    if fresh.moments is not None:
+        units = unit.reshape(batch, heads, 2).astype(np.float64)
+        for b in range(batch):
+            weight, pivot = units[b].T
+            fresh.moments.merge(Moments.from_sums(counts[b], sums[b], weight, pivot))
+    site.merge(fresh)
+    for values, place in items:
+        top.offer(values, locate(place))
+
+
+def _power_of_two(spread: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 / spread, rounded to a power of two; 1 where the spread is 0 or not finite."""
+    usable = np.isfinite(spread) & (spread > 0)
+    exponent = np.round(-np.log2(np.where(usable, spread, 1.0)))
+    return np.exp2(np.clip(exponent, -100, 100))
+
+
+def _unit(mean: Tensor, spread: Tensor) -> NDArray[np.float32]:
+    """Weight and weighted pivot, (n, 2), that bring values to about mean 0 and spread 1."""
+    pivot = np.nan_to_num(mean.double().cpu().numpy(), posinf=0.0, neginf=0.0)
+    weight = _power_of_two(spread.double().cpu().numpy())
+    return np.stack([weight, pivot * weight], -1).reshape(-1, 2).astype(np.float32)
+
+
+def _logit_unit(q: Tensor, k: Tensor, scale: float) -> NDArray[np.float32]:
+    """In closed form: mean over all pairs (Σq)·(Σk) / NM, spread by the rows' mean lengths."""
+    repeat = q.shape[1] // k.shape[1]
+    key_mean = k.mean(2).repeat_interleave(repeat, 1)  # (B, H, D)
+    key_length = k.norm(dim=-1).mean(2).repeat_interleave(repeat, 1)  # (B, H)
+    spread = q.norm(dim=-1).mean(2) * key_length * (abs(scale) / q.shape[-1] ** 0.5)
+    return _unit((q.mean(2) * key_mean).sum(-1) * scale, spread)
+
+
+def _value_unit(x: Tensor) -> NDArray[np.float32]:
+    if not x.numel():
+        return np.array([[1.0, 0.0]], np.float32)
+    return _unit(x.mean()[None], x.std(correction=0)[None])
+
+
+# A table of 65,536 counts a head is kept between calls; only the bins in use are read and cleared.
+_tables: dict[int, NDArray[np.int64]] = {}
+
+
+def _call(
+    q: Tensor,
+    k: Tensor | None,
+    scale: float,
+    start: Tensor,
+    stop: Tensor,
+    mask: Tensor | None,
+    unit: NDArray[np.float32],
+    site: SiteStatistics,
+    rank: int,
+    threshold: float,
+) -> tuple[NDArray[np.void], NDArray[np.int64] | None, int, NDArray[np.void]]:
+    full = site.histogram is not None
+    heads = q.shape[1]
+    table = _tables.pop(heads, None)  # popped, so that two threads never share one
+    if table is None:
+        table = np.zeros((heads, _BINS), np.int64)
+    partial, bins, items = native.run(
+        q, k, scale=scale, start=start.contiguous(), stop=stop.contiguous(), mask=mask, unit=unit,
+        full=full, rank=rank, threshold=threshold, histogram=table,
+    )  # fmt: skip
+    low, high = int(bins[:, 0].min()), int(bins[:, 1].max()) + 1
+    counts = None
+    if high > low:
+        used = table.reshape(heads, 2, _BINS // 2)[:, :, low:high]
+        counts = used.copy()
+        used[:] = 0
+    _tables[heads] = table
+    return partial, counts, low, items
+
+
+def _compiled_logits(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    visible: Visible,
+    unit: NDArray[np.float32],
+    site: SiteStatistics,
+    top: Top,
+) -> Iterator[Part]:
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    rows = q.shape[2]
+    step = rows
+    if visible.mask is not None:
+        step = max(1, BLOCK_ELEMENTS // k.shape[2])
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        mask = visible.mask_rows(first, last)
+        if mask is not None and mask.stride(-1) != 1:
+            mask = mask.contiguous()
+        result = _call(
+            q[:, :, first:last], k, scale, visible.start[:, first:last],
+            visible.stop[:, first:last], mask, unit, site, top.rank, top.threshold,
+        )  # fmt: skip
+        yield Part(*result, first)

@@ -1,0 +1,1 @@
+"""Tests of quantdiff; the folders mirror the packages."""
