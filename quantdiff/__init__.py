@@ -1,1 +1,47 @@
-"""How large activations get, what that costs at low bits, and how much differential attention saves."""
+"""How large activations get, what that costs at low bits, what differential attention saves.
+
+The public names are gathered here and imported when they are first used, so that importing the
+package stays quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from quantdiff.errors import MissingExtraError, RecordingError, UsageError
+from quantdiff.versions import VERSION as __version__
+
+if TYPE_CHECKING:
+    from quantdiff.analysis.figures import plot
+    from quantdiff.hooks import Recorder, record
+    from quantdiff.models import load
+    from quantdiff.statistics.profile import Profile
+
+__all__ = [
+    "MissingExtraError",
+    "Profile",
+    "Recorder",
+    "RecordingError",
+    "UsageError",
+    "__version__",
+    "load",
+    "plot",
+    "record",
+]
+
+_HOME = {
+    "Profile": "quantdiff.statistics.profile",
+    "Recorder": "quantdiff.hooks",
+    "load": "quantdiff.models",
+    "plot": "quantdiff.analysis.figures",
+    "record": "quantdiff.hooks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'quantdiff' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

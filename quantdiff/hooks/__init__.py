@@ -1,0 +1,5 @@
+"""Where quantdiff stands in a model: between q·kᵀ and softmax, and at every layer's output."""
+
+from quantdiff.hooks.recorder import Recorder, record
+
+__all__ = ["Recorder", "record"]

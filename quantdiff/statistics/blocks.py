@@ -1,4 +1,4 @@
-"""The statistics of logits and tensors in plain torch, one block of rows at a time, on any device."""
+"""The statistics of logits and tensors in plain torch, block by block, on any device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

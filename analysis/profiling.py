@@ -1,0 +1,77 @@
+"""A profile of a model on text: the recorder run over token windows."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from quantdiff.calibration.text import TextWindows, check_vocabulary
+from quantdiff.errors import UsageError
+from quantdiff.hooks import record
+from quantdiff.models import context_length, vocabulary_size
+from quantdiff.statistics.profile import Profile
+
+__all__ = ["check_length", "profile_text"]
+
+
+def check_length(model: torch.nn.Module, seq_len: int) -> None:
+    """Refuse windows that the model was not made for.
+
+    Raises:
+        UsageError: `seq_len` is beyond the model's context.
+    """
+    limit = context_length(model)
+    if limit is not None and seq_len > limit:
+        raise UsageError(
+            f"--seq-len {seq_len} is beyond the model's context of {limit} tokens; "
+            f"choose at most {limit}"
+        )
+
+
+@torch.inference_mode()
+def profile_text(
+    model: torch.nn.Module,
+    windows: TextWindows,
+    *,
+    batch_size: int = 1,
+    top_k: int = 100,
+    detail: Literal["extremes", "full"] = "full",
+    progress: Callable[[int], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Profile:
+    """Record a model's activations over windows of text.
+
+    Args:
+        model: any model that `quantdiff.record` takes.
+        windows: the text as tokens.
+        batch_size: windows in one forward pass; changes nothing in the result.
+        top_k, detail: as in `quantdiff.record`.
+        progress: told the number of tokens after each pass.
+        stop: asked after each pass; True ends the recording, which is then marked partial.
+
+    Raises:
+        UsageError: windows beyond the model's context, or token ids outside its vocabulary.
+        RecordingError: the model cannot be recorded rightly.
+    """
+    check_length(model, max(len(window) for window in windows.windows))
+    check_vocabulary(windows, vocabulary_size(model))
+    options: dict[str, Any] = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1  # the head's output over the vocabulary is not looked at
+    device = next(model.parameters()).device
+    partial = False
+    with record(model, top_k=top_k, detail=detail) as recorder:
+        left = windows.tokens
+        for batch in windows.batches(batch_size, pad_token_id=0):
+            model(**{name: value.to(device) for name, value in batch.items()}, **options)
+            tokens = int(batch["attention_mask"].sum())
+            left -= tokens
+            if progress is not None:
+                progress(tokens)
+            if left and stop is not None and stop():
+                partial = True
+                break
+    profile = recorder.profile(source=windows.source, partial=partial)
+    profile.data |= {"sequence_length": windows.seq_len, "fingerprint": windows.fingerprint}
+    return profile

@@ -1,0 +1,144 @@
+"""What the commands share: the app, options that mean the same everywhere, progress, interrupts."""
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = [
+    "Attention",
+    "Data",
+    "Device",
+    "Dtype",
+    "Json",
+    "Model",
+    "Overwrite",
+    "TrustRemoteCode",
+    "app",
+    "command_line",
+    "interruptible",
+    "token_progress",
+]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="How large a model's activations get, what that costs at low bits, and how much "
+    "differential attention saves.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keep `quantdiff COMMAND` even while there is one command only."""
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="smollm2-135m, a hub id, a folder, or a .gguf file.",
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        help="corpus (shipped held-out text), corpus:train, a .txt, .jsonl, .parquet or .xz file, "
+        "or hub:ID[:split[:column]].",
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="float32, bfloat16, float16 or auto (the checkpoint's). "
+                 "Default: the checkpoint's on a GPU, float32 on a CPU."),
+]  # fmt: skip
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="cpu, cuda, cuda:1, …. Default: a GPU if there is one."),
+]
+Attention = Annotated[
+    str | None,
+    typer.Option("--attention", help="eager, sdpa, flex_attention or flash_attention_2/3/4."),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the model code that the checkpoint brings along."
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the files of an earlier run in --out.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and no tables.")]
+
+
+def command_line() -> str:
+    """The command as it was typed, for the record."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Let Ctrl-C end the work at the next good place; a second Ctrl-C ends it at once.
+
+    Yields:
+        A function that tells whether Ctrl-C was pressed.
+    """
+    pressed = False
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        sys.stderr.write("\nstopping after this batch; press Ctrl-C again to stop at once\n")
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def token_progress(description: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar over tokens with tokens/s and time left, on stderr.
+
+    Yields:
+        A function to be told the number of tokens done since the last call.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Speed(ProgressColumn):
+        """Tokens a second."""
+
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text("" if speed is None else f"{speed:,.0f} tokens/s")
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Speed(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda tokens: bar.advance(task, tokens)

@@ -1,0 +1,218 @@
+"""The hook between q·kᵀ and softmax: transformers' attention dispatch, for chosen modules alone.
+
+An attention module asks the dispatch table for the function that its config names. A hooked module
+is given a stand-in for its config whose implementation name compares equal to the real one but is
+another key of the table, under which the hook stands. So the model's masks and its own decisions
+are those of the real implementation, the hook calls that implementation for the output, and no
+other model, in this thread or another, ever meets the hook.
+"""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from quantdiff.errors import RecordingError
+
+__all__ = ["AttentionCall", "Observer", "attention_modules", "hook", "is_hooked", "unhook"]
+
+
+class AttentionCall:
+    """One call of an attention function.
+
+    Attributes:
+        module: the attention module.
+        implementation: name of the real implementation, for example `sdpa`.
+        query: (B, H, N, D), after rotary embedding.
+        key: (B, G, M, D), cached keys included, not repeated over groups.
+        mask: as the function receives it: a tensor, a block mask, or None.
+        options: the remaining keywords.
+    """
+
+    __slots__ = ("implementation", "key", "mask", "module", "options", "query")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        implementation: str,
+        query: Tensor,
+        key: Tensor,
+        mask: Any,
+        options: dict[str, Any],
+    ) -> None:
+        self.module = module
+        self.implementation = implementation
+        self.query = query
+        self.key = key
+        self.mask = mask
+        self.options = options
+
+
+class Observer(Protocol):
+    """Is shown every attention call of the modules it was hooked to."""
+
+    def attention(self, call: AttentionCall) -> None:
+        """Look at a call before it is computed; must change nothing."""
+
+
+class _Name(str):
+    """An implementation's name: equal to it in comparisons, another key in a dictionary."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(("quantdiff", str(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+class _Config:
+    """Stands in for a module's config and differs in the implementation's name alone."""
+
+    def __init__(self, config: Any, observer: Observer) -> None:
+        vars(self).update(
+            _quantdiff_config=config,
+            _quantdiff_observer=observer,
+            _quantdiff_inside=threading.local(),
+        )
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._quantdiff_config)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only missing attributes come here: all of the real config's.
+        if name.startswith("_quantdiff"):
+            raise AttributeError(name)
+        return getattr(self._quantdiff_config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._quantdiff_config, name, value)
+
+    @property
+    def _attn_implementation(self) -> Any:
+        name = self._quantdiff_config._attn_implementation
+        if name is None or getattr(self._quantdiff_inside, "value", False):
+            return name
+        key = _Name(name)
+        _interface().register(key, _observed_attention)
+        return key
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        self._quantdiff_config._attn_implementation = value
+
+
+def _interface() -> Any:
+    # The class holds what every table shares; a family may have a table of its own.
+    from transformers.modeling_utils import AttentionInterface
+
+    return AttentionInterface
+
+
+def _observed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> Any:
+    config = vars(module).get("config")
+    if type(config) is not _Config:
+        raise RecordingError(
+            f"{type(module).__name__} was handed to the attention function of another module; "
+            "quantdiff cannot tell whose logits these are"
+        )
+    name = str(config._quantdiff_config._attn_implementation)
+    caller = sys._getframe(1)
+    table = caller.f_globals.get("ALL_ATTENTION_FUNCTIONS") or _interface()()
+    default = _default_attention(caller) if name == "eager" else None
+    if name == "eager" and default is None and "eager" not in table:
+        raise RecordingError(
+            f"the eager attention function of {type(module).__name__} was not found; "
+            "load the model with attention='sdpa'"
+        )
+    attend = table.get_interface(name, default)
+    config._quantdiff_observer.attention(
+        AttentionCall(module, name, query, key, attention_mask, options)
+    )
+    config._quantdiff_inside.value = True
+    try:
+        return attend(module, query, key, value, attention_mask, **options)
+    finally:
+        config._quantdiff_inside.value = False
+
+
+def _default_attention(caller: Any) -> Callable[..., Any] | None:
+    """The function that the calling code gives as its default: its one global named *eager*."""
+    names = [
+        name
+        for name in caller.f_code.co_names
+        if "eager" in name and callable(caller.f_globals.get(name))
+    ]
+    return caller.f_globals[names[0]] if len(names) == 1 else None
+
+
+def _asks_the_table(module_type: type) -> bool:
+    for kind in module_type.__mro__:
+        for member in vars(kind).values():
+            function = member
+            while hasattr(function, "__wrapped__"):
+                function = function.__wrapped__
+            code = getattr(function, "__code__", None)
+            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+                return True
+    return False
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules that ask transformers' dispatch table for their attention function."""
+    from transformers import PreTrainedModel
+
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if not isinstance(module, PreTrainedModel)
+        and hasattr(vars(module).get("config"), "_attn_implementation")
+        and _asks_the_table(type(module))
+    ]
+
+
+_hooked: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether an observer is on the module."""
+    return type(vars(module).get("config")) is _Config
+
+
+def hook(modules: Iterable[nn.Module], observer: Observer) -> None:
+    """Show the modules' attention calls to `observer` until `unhook`."""
+    for module in modules:
+        with _lock:
+            _hooked["modules"] += 1
+        module.config = _Config(module.config, observer)
+
+
+def unhook(modules: Iterable[nn.Module]) -> None:
+    """Give the modules their own configs back; with the last one the table is as it was."""
+    for module in modules:
+        config = vars(module).get("config")
+        if type(config) is not _Config:
+            continue
+        module.config = config._quantdiff_config
+        with _lock:
+            _hooked["modules"] -= 1
+            if not _hooked["modules"]:
+                table = _interface()._global_mapping
+                for key in [key for key in table if type(key) is _Name]:
+                    del table[key]

@@ -1,0 +1,179 @@
+"""What an attention function's mask means: which logits may be attended, and what is added.
+
+Each implementation reads its mask in its own way; one function an implementation says how.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantdiff.errors import RecordingError
+from quantdiff.hooks.dispatch import AttentionCall
+from quantdiff.statistics import Visible
+
+__all__ = ["Bias", "check_options", "read_mask"]
+
+Bias = Callable[[int, int], Tensor]
+
+_ROWS = 256  # of a mask looked at in one go
+
+# Keywords that leave the logits as they are. Sliding windows are in the mask already, but for the
+# flash functions, which read the keyword.
+_HARMLESS = {
+    "cache_position", "deterministic", "dropout", "is_causal", "kernel_options", "layer_idx",
+    "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "position_ids", "return_dict", "s_aux", "scaling", "sliding_window", "softcap", "training",
+    "use_cache",
+}  # fmt: skip
+
+
+def check_options(call: AttentionCall) -> None:
+    """Refuse keywords whose effect on the logits is not known.
+
+    Raises:
+        RecordingError: names the keyword and the module's class.
+    """
+    unknown = sorted(
+        name
+        for name, value in call.options.items()
+        if name not in _HARMLESS and value is not None and value is not False
+    )
+    if unknown:
+        raise RecordingError(
+            f"{type(call.module).__name__} passes {', '.join(unknown)} to its attention function; "
+            "quantdiff does not know what that does to the logits and refuses to guess"
+        )
+
+
+def read_mask(call: AttentionCall) -> tuple[Visible, Bias | None]:
+    """Which logits of a call count, and what is added to them, or None.
+
+    Raises:
+        RecordingError: an implementation or a mask of a kind that is not known.
+    """
+    reader = _READERS.get(call.implementation)
+    if reader is None:
+        raise RecordingError(
+            f"the attention implementation {call.implementation!r} is not known; load the model "
+            f"with one of {', '.join(_READERS)}"
+        )
+    return reader(call)
+
+
+def _sizes(call: AttentionCall) -> tuple[int, int, int]:
+    return call.query.shape[0], call.query.shape[2], call.key.shape[2]
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    given = call.options.get("is_causal")
+    return bool(getattr(call.module, "is_causal", True) if given is None else given)
+
+
+def _eager(call: AttentionCall) -> tuple[Visible, Bias | None]:
+    if call.mask is None:
+        return Visible.everything(*_sizes(call), call.query.device), None
+    return _from_tensor(call, call.mask)
+
+
+def _sdpa(call: AttentionCall) -> tuple[Visible, Bias | None]:
+    batch, rows, keys = _sizes(call)
+    if call.mask is not None:
+        return _from_tensor(call, call.mask)
+    if rows > 1 and _is_causal(call):
+        # The causal flag counts from the upper left: the first query sees the first key only.
+        visible = Visible.causal(batch, rows, rows, call.query.device)
+        visible.stop = visible.stop.clamp(max=keys)
+        return visible, None
+    return Visible.everything(batch, rows, keys, call.query.device), None
+
+
+def _flex(call: AttentionCall) -> tuple[Visible, Bias | None]:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    batch, rows, keys = _sizes(call)
+    if call.mask is None:
+        return Visible.everything(batch, rows, keys, call.query.device), None
+    if not isinstance(call.mask, BlockMask):
+        return _from_tensor(call, call.mask)
+    function, device = call.mask.mask_mod, call.query.device
+    heads = call.mask.shape[1]
+    b = torch.arange(call.mask.shape[0], device=device)[:, None, None, None]
+    h = torch.arange(heads, device=device)[None, :, None, None]
+    m = torch.arange(keys, device=device)[None, None, None, :]
+
+    def mask_rows(first: int, last: int) -> Tensor:
+        n = torch.arange(first, last, device=device)[None, None, :, None]
+        seen: Tensor = function(b, h, n, m)
+        return seen.expand(len(b), heads, last - first, keys)
+
+    return _from_rows(mask_rows, batch, rows, keys, device), None
+
+
+def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
+    batch, rows, keys = _sizes(call)
+    device = call.query.device
+    if _is_causal(call) and rows > 1:
+        visible = Visible.causal(batch, rows, keys, device)  # aligned at the lower right
+    else:
+        visible = Visible.everything(batch, rows, keys, device)
+    window = call.options.get("sliding_window")
+    if window is not None:
+        last = torch.arange(keys - rows + 1, keys + 1, dtype=torch.int32, device=device)
+        visible.start = torch.maximum(visible.start, last - window)
+    if call.mask is not None:
+        if call.mask.dim() != 2:
+            raise RecordingError(
+                f"flash attention with a mask of {call.mask.dim()} dimensions is not known"
+            )
+        kept = call.mask[:, None, None, -keys:].bool()
+        visible.mask = lambda first, last: kept.expand(-1, -1, last - first, -1)
+    return visible, None
+
+
+_READERS: dict[str, Callable[[AttentionCall], tuple[Visible, Bias | None]]] = {
+    "eager": _eager,
+    "sdpa": _sdpa,
+    "flex_attention": _flex,
+    "flash_attention_2": _flash,
+    "flash_attention_3": _flash,
+    "flash_attention_4": _flash,
+}
+
+
+def _from_tensor(call: AttentionCall, mask: Tensor) -> tuple[Visible, Bias | None]:
+    batch, rows, keys = _sizes(call)
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] not in (1, rows):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise RecordingError(f"an attention mask of shape {shape} is not known")
+    mask = mask[..., :keys].expand(-1, -1, rows, -1)
+    if mask.dtype == torch.bool:
+        return _from_rows(lambda i, j: mask[:, :, i:j], batch, rows, keys, mask.device), None
+    # The fill may be -inf or the dtype's minimum, or a sum of several of them: what lies in the
+    # lower half of the range masks, anything above is a position bias.
+    floor = torch.finfo(mask.dtype).min / 2
+    visible = _from_rows(lambda i, j: mask[:, :, i:j] > floor, batch, rows, keys, mask.device)
+    biased = any(
+        bool(((block := mask[:, :, i : i + _ROWS]) > floor).logical_and(block != 0).any())
+        for i in range(0, rows, _ROWS)
+    )
+    return visible, (lambda i, j: mask[:, :, i:j]) if biased else None
+
+
+def _from_rows(mask_rows: Bias, batch: int, rows: int, keys: int, device: torch.device) -> Visible:
+    """Intervals where every row is one, else the mask itself."""
+    start = torch.zeros(batch, rows, dtype=torch.int32, device=device)
+    stop = torch.zeros_like(start)
+    plain = True
+    for first in range(0, rows, _ROWS):
+        last = min(first + _ROWS, rows)
+        seen = mask_rows(first, last)  # (B or 1, H or 1, n, M)
+        plain = plain and seen.shape[1] == 1
+        seen = seen.any(1).byte()
+        total = seen.sum(-1, dtype=torch.int32)
+        low = seen.argmax(-1).int()
+        high = torch.where(total > 0, keys - seen.flip(-1).argmax(-1).int(), low)
+        plain = plain and bool((high - low == total).all())
+        start[:, first:last], stop[:, first:last] = low, high
+    return Visible(start, stop, None if plain else mask_rows)

@@ -1,0 +1,200 @@
+"""A profile on disk: `profile.json` for people and tools, `profile.safetensors` for the arrays."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from quantdiff.errors import UsageError
+from quantdiff.files import write_bytes, write_json
+from quantdiff.statistics.histogram import BINS_AN_OCTAVE, Histogram
+from quantdiff.statistics.moments import Moments
+from quantdiff.statistics.profile import (
+    RANKS,
+    Activations,
+    AttentionLogits,
+    HiddenStates,
+    Profile,
+)
+from quantdiff.statistics.site import SiteStatistics
+from quantdiff.statistics.top import Top
+
+__all__ = ["FORMAT", "load_profile", "save_profile", "to_json"]
+
+FORMAT = "quantdiff.profile"
+VERSION = 1
+_SIGN = 1 << 15  # of a bin's key: set for negative values
+_TOP_LISTED = 100
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def save_profile(profile: Profile, folder: Path) -> None:
+    """Write both files; the JSON last, so that its presence means a whole profile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays: Arrays = {}
+    for kind, part in profile._parts():
+        arrays |= {f"{kind}.{name}": array for name, array in _to_arrays(part).items()}
+    write_bytes(folder / "profile.safetensors", save_tensors(arrays))
+    write_json(folder / "profile.json", to_json(profile))
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    """The content of `profile.json`."""
+    logits, hidden = profile.attention_logits, profile.hidden_states
+    return {
+        "format": f"{FORMAT}/{VERSION}",
+        "model": profile.model,
+        "data": profile.data,
+        "definition": profile.definition,
+        "detail": profile.detail,
+        "partial": profile.partial,
+        "versions": profile.versions,
+        "command": profile.command,
+        "attention_logits": {
+            **_totals(logits),
+            "top": [vars(item) for item in logits.top(_TOP_LISTED)],
+            "sites": [
+                {
+                    "name": site.name,
+                    "layer": site.layer,
+                    "heads": [
+                        {"head": g, "branch": logits.branches[site.layer][g], **row}
+                        for g, row in enumerate(site.rows())
+                    ],
+                }
+                for site in logits.sites
+            ],
+        },
+        "hidden_states": {
+            **_totals(hidden),
+            "top": [vars(item) for item in hidden.top(_TOP_LISTED)],
+            "sites": [
+                {"name": site.name, "layer": site.layer, **row}
+                for site in hidden.sites
+                for row in site.rows()
+            ],
+        },
+    }
+
+
+def load_profile(folder: Path) -> Profile:
+    """Read both files; see `Profile.load`."""
+    path = folder / "profile.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        name, _, version = str(content["format"]).partition("/")
+        known = name == FORMAT and version.isdigit()
+    except FileNotFoundError:
+        raise UsageError(f"{folder} holds no profile: profile.json is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no readable profile: {error}") from None
+    if not known:
+        raise UsageError(f"{path} is no profile: its format is {content['format']!r}")
+    if int(version) > VERSION:
+        raise UsageError(
+            f"{path} has format version {version}, newer than this quantdiff reads ({VERSION}); "
+            "upgrade quantdiff"
+        )
+    try:
+        arrays = load_tensors((folder / "profile.safetensors").read_bytes())
+        logits = content["attention_logits"]["sites"]
+        hidden = content["hidden_states"]["sites"]
+        branches = {site["layer"]: [head["branch"] for head in site["heads"]] for site in logits}
+        return Profile(
+            model=content["model"],
+            data=content["data"],
+            definition=content["definition"],
+            detail=content["detail"],
+            partial=content["partial"],
+            versions=content["versions"],
+            command=content["command"],
+            attention_logits=AttentionLogits(
+                *_from_arrays("attention_logits", logits, arrays), branches
+            ),
+            hidden_states=HiddenStates(*_from_arrays("hidden_states", hidden, arrays)),
+        )
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder} holds a broken profile: {error}") from None
+
+
+def _totals(part: Activations) -> dict[str, Any]:
+    ranks = {f"top{n}": part.rank(n) for n in RANKS}
+    return {"count": part.count, **ranks, "median": part.median}
+
+
+def _to_arrays(part: Activations) -> Arrays:
+    sites = part.sites
+    arrays: Arrays = {
+        "groups": np.array([site.groups for site in sites], np.int64),
+        "count": np.concatenate([site.count for site in sites]),
+        "min": np.concatenate([site.min for site in sites]),
+        "max": np.concatenate([site.max for site in sites]),
+        "top.rank": np.array([part.largest.rank], np.int64),
+        "top.values": part.largest.values,
+        "top.coordinates": part.largest.coordinates,
+    }
+    moments = [site.moments for site in sites if site.moments is not None]
+    for name in ("mean", "m2", "m3", "m4") if moments else ():
+        arrays[name] = np.concatenate([getattr(m, name) for m in moments])
+    histograms = [site.histogram for site in sites if site.histogram is not None]
+    if histograms:
+        # Only the bins in use: a bin's key is the sixteen leading bits of its values.
+        keys, counts, lengths = [], [], []
+        for histogram in histograms:
+            for group in histogram.counts:
+                sign, column = np.nonzero(group)
+                keys.append(sign * _SIGN + histogram.first + column)
+                counts.append(group[sign, column])
+                lengths.append(len(column))
+        arrays["histogram.zeros"] = np.concatenate([h.zeros for h in histograms])
+        arrays["histogram.bins"] = np.concatenate(keys).astype(np.uint16)
+        arrays["histogram.counts"] = np.concatenate(counts).astype(np.int64)
+        arrays["histogram.lengths"] = np.array(lengths, np.int64)
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def _from_arrays(
+    kind: str, described: list[dict[str, Any]], arrays: Arrays
+) -> tuple[list[SiteStatistics], Top]:
+    a = {
+        name.removeprefix(f"{kind}."): array
+        for name, array in arrays.items()
+        if name.startswith(kind)
+    }
+    ends = np.cumsum(a["groups"])
+    starts = ends - a["groups"]
+    offsets = np.concatenate([[0], np.cumsum(a.get("histogram.lengths", np.zeros(0, np.int64)))])
+    sites = []
+    for site, i, j in zip(described, starts, ends, strict=True):
+        moments = histogram = None
+        if "mean" in a:
+            moments = Moments(*(a[n][i:j].copy() for n in ("count", "mean", "m2", "m3", "m4")))
+        if "histogram.bins" in a:
+            histogram = Histogram.empty(j - i)
+            histogram.zeros = a["histogram.zeros"][i:j].copy()
+            table = np.zeros((j - i, 2, 256 * BINS_AN_OCTAVE), np.int64)
+            for g in range(i, j):
+                keys = a["histogram.bins"][offsets[g] : offsets[g + 1]].astype(np.int64)
+                table[g - i, keys // _SIGN, keys % _SIGN] = a["histogram.counts"][
+                    offsets[g] : offsets[g + 1]
+                ]
+            histogram.add(table, 0)
+        sites.append(
+            SiteStatistics(
+                site["name"],
+                site["layer"],
+                a["count"][i:j].copy(),
+                a["min"][i:j].copy(),
+                a["max"][i:j].copy(),
+                moments,
+                histogram,
+            )  # fmt: skip
+        )
+    top = Top(int(a["top.rank"][0]), a["top.values"].copy(), a["top.coordinates"].copy())
+    return sites, top

