@@ -1,1 +1,53 @@
-"""Tables and figures."""
+"""Tables and figures.
+
+The public names are imported when they are first used: a table must not wait for seaborn.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantdiff.analysis.figures import plot, save_figures
+    from quantdiff.analysis.frames import figure_data
+    from quantdiff.analysis.style import model_colors
+    from quantdiff.analysis.tables import (
+        heading,
+        profile_report,
+        profile_table,
+        published_table,
+        worst_layers_table,
+    )
+
+__all__ = [
+    "figure_data",
+    "heading",
+    "model_colors",
+    "plot",
+    "profile_report",
+    "profile_table",
+    "published_table",
+    "save_figures",
+    "worst_layers_table",
+]
+
+_HOME = {
+    "figure_data": "frames",
+    "heading": "tables",
+    "model_colors": "style",
+    "plot": "figures",
+    "profile_report": "tables",
+    "profile_table": "tables",
+    "published_table": "tables",
+    "save_figures": "figures",
+    "worst_layers_table": "tables",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'quantdiff.analysis' has no attribute {name!r}")
+    return getattr(import_module(f"quantdiff.analysis.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from quantdiff.errors import MissingExtraError, RecordingError, UsageError
-from quantdiff.versions import VERSION as __version__
+from quantdiff.versions import VERSION
 
 if TYPE_CHECKING:
     from quantdiff.analysis.figures import plot
@@ -27,6 +27,8 @@ __all__ = [
     "plot",
     "record",
 ]
+
+__version__ = VERSION
 
 _HOME = {
     "Profile": "quantdiff.statistics.profile",

@@ -1,0 +1,1 @@
+"""What differential attention is: how heads pair up."""

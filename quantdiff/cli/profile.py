@@ -82,9 +82,9 @@ def profile(
             seq_len = min(2048, context_length(loaded) or 2048)
         profiling.check_length(loaded, seq_len)
         windows = text_windows(data, tokenizer, tokens=tokens, seq_len=seq_len)
-        if windows.tokens < min(tokens, windows.requested):
+        if windows.tokens < tokens - 1:  # a last window of one token is dropped
             sys.stderr.write(
-                f"note: {data} holds {windows.tokens:,} tokens, fewer than the {tokens:,} asked for\n"
+                f"note: {data} holds {windows.tokens:,} tokens, not the {tokens:,} asked for\n"
             )
         with (
             common.interruptible() as stop,

@@ -34,8 +34,9 @@ def decoder_layers(
             raise RecordingError(f"the attention module {site} stands in no list of layers")
         owners.append(owner)
     if len(set(owners)) != 1:
+        found = ", ".join(sorted(set(owners)))
         raise RecordingError(
-            f"attention modules stand in more than one list of layers ({', '.join(sorted(set(owners)))}); "
+            f"attention modules stand in more than one list of layers ({found}); "
             "quantdiff records decoder-only models"
         )
     owner = owners[0]

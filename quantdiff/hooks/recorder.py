@@ -22,7 +22,6 @@ from quantdiff.models.families import layout_of
 from quantdiff.statistics import (
     NonFiniteError,
     SiteStatistics,
-    Top,
     Visible,
     measure_logits,
     measure_values,
@@ -66,6 +65,7 @@ class Recorder:
         self._model = model
         self._compiled = compiled
         self._detail: Detail = detail
+        self._top_k = top_k
         self._local = threading.local()
         self._lock = threading.Lock()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -85,11 +85,9 @@ class Recorder:
         full = detail == "full"
         self._logit_sites: dict[str, SiteStatistics] = {}
         self._hidden_sites = {
-            name: SiteStatistics.empty(name, i, 1, full=full)
+            name: SiteStatistics.empty(name, i, 1, full=full, rank=top_k, coordinates=4)
             for i, (name, _) in enumerate(self._layers)
         }
-        self._top_logits = Top.empty(top_k, 5)  # layer, head, sequence, query, key
-        self._top_hidden = Top.empty(top_k, 4)  # layer, sequence, token, channel
 
     def __enter__(self) -> Self:
         if any(dispatch.is_hooked(module) for _, module in self._attention):
@@ -146,8 +144,8 @@ class Recorder:
                 detail=self._detail,
                 partial=partial or self._interrupted,
                 versions=versions(),
-                attention_logits=AttentionLogits(order, self._top_logits, branch_of),
-                hidden_states=HiddenStates(list(self._hidden_sites.values()), self._top_hidden),
+                attention_logits=AttentionLogits(order, branch_of),
+                hidden_states=HiddenStates(list(self._hidden_sites.values())),
             )
             return recorded.copy()
 
@@ -243,11 +241,13 @@ class Recorder:
             site = self._logit_sites.get(name)
             if site is None:
                 heads = call.query.shape[1]
-                site = SiteStatistics.empty(name, layer, heads, full=self._detail == "full")
+                site = SiteStatistics.empty(
+                    name, layer, heads, full=self._detail == "full", rank=self._top_k, coordinates=5
+                )
                 self._logit_sites[name] = site
             try:
                 measure_logits(
-                    call.query, call.key, float(scale), visible, site, self._top_logits,
+                    call.query, call.key, float(scale), visible, site,
                     lambda place: _locate_logits(place, layer, batch, offset),
                     softcap=call.options.get("softcap"), bias=bias, compiled=self._compiled,
                 )  # fmt: skip
@@ -306,7 +306,7 @@ class Recorder:
         with self._lock:
             try:
                 measure_values(
-                    hidden.flatten(0, 1), real, self._hidden_sites[name], self._top_hidden, locate,
+                    hidden.flatten(0, 1), real, self._hidden_sites[name], locate,
                     compiled=self._compiled,
                 )  # fmt: skip
             except NonFiniteError:

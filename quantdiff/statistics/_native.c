@@ -70,14 +70,9 @@ typedef struct {
   kernels_t kernels;
   partial_t *partial; /* (tasks, heads a task) */
   int tasks, rows, blocks, heads; /* rows a task, row blocks a sequence, heads a task */
-  atomic_int next, failed;
+  atomic_int next, failed, threads; /* next task, out of memory, threads that have begun */
   pthread_mutex_t flush;
 } run_t;
-
-typedef struct {
-  run_t *run;
-  int thread;
-} worker_t;
 
 /* Move a thread's counts to the call's histogram. Only the range up to the largest magnitude can
    hold any. */
@@ -104,10 +99,11 @@ static void flush_histogram(run_t *run, uint32_t *histogram, int head, const par
   memset(histogram + SIGN_BIN, 0, (size_t)(last + 1) * sizeof *histogram);
 }
 
-static void *work(void *argument) {
-  worker_t *worker = argument;
-  run_t *run = worker->run;
+static void work(void *argument) {
+  run_t *run = argument;
   job_t *job = run->job;
+  int thread = atomic_fetch_add(&run->threads, 1);
+  if (thread >= job->threads) return;
   int heads = run->heads, strips = (run->rows + run->kernels.rows - 1) / run->kernels.rows;
   size_t panel = sizeof(float) * (size_t)run->kernels.keys * job->D;
   size_t rows = job->k ? sizeof(float) * (size_t)strips * run->kernels.rows * heads * job->D : 64;
@@ -116,7 +112,7 @@ static void *work(void *argument) {
   int ok = !posix_memalign((void **)&s.panel, 64, panel + 64) &&
            !posix_memalign((void **)&s.rows, 64, rows) && !posix_memalign((void **)&s.tile, 64, tile);
   s.histogram = calloc((size_t)heads * BINS, sizeof *s.histogram);
-  s.heap = job->top + (int64_t)worker->thread * job->rank;
+  s.heap = job->top + (int64_t)thread * job->rank;
   if (!ok || !s.histogram) atomic_store(&run->failed, 1);
   uint32_t *base = s.histogram;
   while (!atomic_load(&run->failed)) {
@@ -141,11 +137,15 @@ static void *work(void *argument) {
           flush_histogram(run, base + (size_t)h * BINS, (job->k ? group % job->G : 0) * heads + h,
                           &p[h]);
   }
-  job->top_count[worker->thread] = s.heap_count;
+  job->top_count[thread] = s.heap_count;
   free(s.panel);
   free(s.rows);
   free(s.tile);
   free(base);
+}
+
+static void *work_alone(void *argument) {
+  work(argument);
   return NULL;
 }
 
@@ -160,18 +160,19 @@ int quantdiff_run(job_t *job) {
   run.blocks = (job->N + run.rows - 1) / run.rows;
   run.tasks = run.blocks * (job->k ? job->B * job->G : 1);
   run.partial = calloc((size_t)run.tasks * run.heads, sizeof *run.partial);
-  worker_t *workers = calloc(job->threads, sizeof *workers);
   pthread_t *threads = calloc(job->threads, sizeof *threads);
-  char *started = calloc(job->threads, 1);
-  int failed = !run.partial || !workers || !threads || !started;
+  int failed = !run.partial || !threads;
   if (!failed) {
     pthread_mutex_init(&run.flush, NULL);
-    for (int t = 0; t < job->threads; t++) workers[t] = (worker_t){&run, t};
-    for (int t = 1; t < job->threads && t < run.tasks; t++)
-      started[t] = !pthread_create(&threads[t], NULL, work, &workers[t]);
-    work(&workers[0]);
-    for (int t = 1; t < job->threads; t++)
-      if (started[t]) pthread_join(threads[t], NULL);
+    int wanted = job->threads < run.tasks ? job->threads : run.tasks, started = 0;
+    if (job->team && wanted > 1) {
+      job->team(work, &run, wanted, 0);
+    } else {
+      for (int t = 1; t < wanted; t++)
+        started += !pthread_create(&threads[started], NULL, work_alone, &run);
+      work(&run);
+      for (int t = 0; t < started; t++) pthread_join(threads[t], NULL);
+    }
     pthread_mutex_destroy(&run.flush);
     failed = atomic_load(&run.failed);
   }
@@ -189,8 +190,6 @@ int quantdiff_run(job_t *job) {
       to->bad |= p->bad;
     }
   free(run.partial);
-  free(workers);
   free(threads);
-  free(started);
   return failed;
 }

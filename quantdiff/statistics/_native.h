@@ -51,6 +51,9 @@ typedef struct {
   partial_t *out;     /* (B, H) */
   int64_t *histogram; /* (H, BINS), added to */
   int32_t *bins;      /* (H, 2): the lowest and highest magnitude bin in use */
+  /* The team of threads that torch computes with, by libgomp's entry, or NULL: threads of our own
+     would contend with that team, which spins for a while after each operation. */
+  void (*team)(void (*)(void *), void *, unsigned, unsigned);
   item_t *top;        /* (threads, rank) */
   int32_t *top_count; /* (threads,) */
 } job_t;

@@ -13,6 +13,9 @@ typedef struct {
   FV min, max, m1, m2, m3, m4, bad;
 } F(lanes);
 
+/* x in every lane. Subtracting 0 is free, where adding it would have to mind -0. */
+static inline FV F(all)(float x) { return x - (FV){0}; }
+
 static inline void F(clear)(F(lanes) * a) {
   memset(a, 0, sizeof *a);
   for (int i = 0; i < VL; i++) {
@@ -91,13 +94,15 @@ static void F(run)(const job_t *job, scratch_t *s, partial_t *p, unit_t u, const
                    item_t at) {
   F(lanes) a;
   F(clear)(&a);
-  FV w = (FV){0} + u.weight, c = (FV){0} + u.pivot;
-  int i = 0, full = job->full;
+  FV w = F(all)(u.weight), c = F(all)(u.pivot);
+  float least = job->rank ? admission(job, s) : INFINITY;
+  int i = 0, full = job->full, any = 0;
   for (; i + VL <= n; i += VL) {
     FV v;
     memcpy(&v, x + i, sizeof v);
     F(take)(&a, v, w, c, full);
   }
+  for (int j = 0; j < VL; j++) any |= (a.max[j] >= least) | (a.min[j] <= -least);
   F(flush)(&a, p, full);
   for (; i < n; i++) {
     float v = x[i];
@@ -105,6 +110,7 @@ static void F(run)(const job_t *job, scratch_t *s, partial_t *p, unit_t u, const
     if (v < p->min) p->min = v;
     if (v > p->max) p->max = v;
     if (!isfinite(v)) p->bad = 1;
+    any |= fabsf(v) >= least;
     p->moment[0] += t;
     p->moment[1] += t2;
     p->moment[2] += t2 * t;
@@ -112,7 +118,7 @@ static void F(run)(const job_t *job, scratch_t *s, partial_t *p, unit_t u, const
   }
   p->count += n;
   if (full) F(count)(s->counts, x, n);
-  if (job->rank) F(offer_run)(job, s, x, n, at);
+  if (any) F(offer_run)(job, s, x, n, at);
 }
 
 /* q.k for MR packed rows and NR packed keys, scaled, into tile (MR, NR). */
@@ -126,7 +132,7 @@ static void F(product)(const float *restrict rows, const float *restrict panel, 
     FV b1 = *(const FV *)(panel + (size_t)d * NR + VL);
 #pragma GCC unroll 16
     for (int r = 0; r < MR; r++) {
-      FV x = (FV){0} + rows[(size_t)d * MR + r];
+      FV x = F(all)(rows[(size_t)d * MR + r]);
       acc[r][0] += b0 * x;
       acc[r][1] += b1 * x;
     }
@@ -142,7 +148,7 @@ static void F(product)(const float *restrict rows, const float *restrict panel, 
 static void F(whole_tile)(const job_t *job, scratch_t *s, partial_t *p, unit_t u, item_t at) {
   F(lanes) a;
   F(clear)(&a);
-  FV w = (FV){0} + u.weight, c = (FV){0} + u.pivot;
+  FV w = F(all)(u.weight), c = F(all)(u.pivot);
   if (job->full) {
     for (int i = 0; i < MR * 2; i++) F(take)(&a, *(const FV *)(s->tile + i * VL), w, c, 1);
     F(count)(s->counts, s->tile, MR * NR);

@@ -1,5 +1,6 @@
 """The statistics of logits and tensors in plain torch, block by block, on any device."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,18 +11,27 @@ from torch import Tensor
 
 from quantdiff.statistics import native
 from quantdiff.statistics.site import SiteStatistics
-from quantdiff.statistics.top import Top
 from quantdiff.statistics.visible import Visible
 
 __all__ = ["BLOCK_ELEMENTS", "Part", "torch_logits", "torch_values"]
 
-BLOCK_ELEMENTS = 1 << 21  # of a block of logits: 8 MiB of fp32
+BLOCK_ELEMENTS = 1 << 20  # of a block of logits: 4 MiB of fp32
+SMALL = 4096  # elements summed in fp32 before fp64 takes over
+
+Bias = Callable[[int, int], Tensor]
 
 
 @dataclass(eq=False)
 class Part:
-    """What one block gave: records of native.PARTIAL (B·H,), histogram counts and the first bin,
-    records of native.ITEM, and the row at which the block begins."""
+    """What one block of rows gave.
+
+    Attributes:
+        partial: records of native.PARTIAL, (B·H,).
+        counts: histogram counts (H, 2, w), or None.
+        first: magnitude bin of column 0 of `counts`.
+        items: large magnitudes, records of native.ITEM.
+        row: row at which the block begins; the items' rows count from it.
+    """
 
     partial: NDArray[np.void]
     counts: NDArray[np.int64] | None
@@ -37,59 +47,106 @@ def torch_logits(
     visible: Visible,
     unit: NDArray[np.float32],
     site: SiteStatistics,
-    top: Top,
     softcap: float | None,
-    bias: Callable[[int, int], Tensor] | None,
+    bias: Bias | None,
 ) -> Iterator[Part]:
     """Parts of the logits softcap(q·kᵀ·scale) + bias; q: (B, H, N, D), k: (B, G, M, D), fp32."""
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
     k = k.repeat_interleave(heads // k.shape[1], 1)  # (B, H, M, D)
     step = max(1, BLOCK_ELEMENTS // (heads * keys))
+    starts, stops = visible.start.to(q.device), visible.stop.to(q.device)
     columns = torch.arange(keys, device=q.device)
-    start, stop = visible.start.to(q.device), visible.stop.to(q.device)
+    table = _Table(heads, q.device) if site.histogram is not None else None
+    sieve = _Sieve(site)
     for b in range(batch):
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            # With hints from the interval, keys that nobody in the block sees are skipped.
-            low, high = int(start[b, first:last].min()), int(stop[b, first:last].max())
-            if high <= low:
+            counted = (stops[b, first:last] > starts[b, first:last]).nonzero()[:, 0]
+            if not len(counted):
                 continue
-            s = _exact_product(q[b, :, first:last], k[b, :, low:high]) * scale  # (H, n, m)
+            start, stop = starts[b, first:last][counted], stops[b, first:last][counted]  # (n,)
+            low, high = int(start.min()), int(stop.max())
+            s = _exact_product(q[b, :, first:last][:, counted], k[b, :, low:high]) * scale
             if softcap is not None:
                 s = torch.tanh(s / softcap) * softcap
             if bias is not None:
                 added = bias(first, last)
-                s = s + added[b if added.shape[0] > 1 else 0, :, :, low:high].float()
-            seen = (columns[low:high] >= start[b, first:last, None]) & (
-                columns[low:high] < stop[b, first:last, None]
-            )
-            seen = seen[None].expand(s.shape)
+                s = s + added[b if len(added) > 1 else 0, :, counted, low:high].to(s)
             extra = visible.mask_rows(first, last)
             if extra is not None:
-                seen = seen & extra[b if extra.shape[0] > 1 else 0, :, :, low:high].to(q.device)
-            part = _block(s, seen, unit.reshape(batch, heads, 2)[b], site, top)
-            whole = np.zeros((batch, heads), native.PARTIAL)
-            whole["min"], whole["max"] = np.inf, -np.inf
-            whole[b] = part.partial
-            part.partial = whole.reshape(-1)
-            part.items["batch"] = b
-            part.items["column"] += low
-            part.row = first
-            yield part
+                extra = extra[b if len(extra) > 1 else 0, :, counted].to(q.device)
+            # What every row of the block sees needs no mask: all but the edges where causal.
+            edges = [low, low, high, high]
+            if extra is None:
+                edges[1] = min(int(start.max()), high)
+                edges[2] = max(int(stop.min()), edges[1])
+            for i, (left, right) in enumerate(itertools.pairwise(edges)):
+                if left == right:
+                    continue
+                seen = None
+                if i != 1 or extra is not None:
+                    here = columns[left:right]
+                    seen = (here >= start[:, None]) & (here < stop[:, None])
+                    seen = seen[None] if extra is None else seen & extra[:, :, left:right]
+                piece = s[:, :, left - low : right - low]
+                part = _block(piece, seen, unit.reshape(batch, heads, 2)[b], table, sieve)
+                whole = _nothing(batch * heads)
+                whole[b * heads : (b + 1) * heads] = part.partial
+                part.partial = whole
+                part.items["batch"] = b
+                part.items["row"] = counted.cpu().numpy()[part.items["row"]]
+                part.items["column"] += left
+                part.row = first
+                yield part
+    if table is not None:
+        yield table.part(batch)
 
 
 def torch_values(
-    x: Tensor, rows: Tensor, unit: NDArray[np.float32], site: SiteStatistics, top: Top
+    x: Tensor, rows: Tensor, unit: NDArray[np.float32], site: SiteStatistics
 ) -> Iterator[Part]:
     """Parts of the marked rows of x (N, D) fp32."""
+    counted = rows.to(x.device).nonzero()[:, 0]
     step = max(1, BLOCK_ELEMENTS // max(x.shape[1], 1))
-    for first in range(0, len(x), step):
-        block = x[None, first : first + step]  # (1, n, D)
-        seen = rows[first : first + step].to(x.device)[None, :, None].expand(block.shape)
-        part = _block(block, seen, unit, site, top)
-        part.row = first
+    table = _Table(1, x.device) if site.histogram is not None else None
+    sieve = _Sieve(site)
+    for first in range(0, len(counted), step):
+        here = counted[first : first + step]
+        part = _block(x[here][None], None, unit, table, sieve)
+        part.items["row"] = here.cpu().numpy()[part.items["row"]]
         yield part
+    if table is not None:
+        yield table.part(1)
+
+
+class _Table:
+    """Counts of the sixteen leading bits, gathered on the device over the blocks of one call."""
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self.heads = heads
+        self.counts = torch.zeros(heads, native.BINS + 1, dtype=torch.int64, device=device)
+        self.offset = torch.arange(heads, dtype=torch.int32, device=device)[:, None, None]
+        self.offset = self.offset * (native.BINS + 1)
+
+    def count(self, s: Tensor, seen: Tensor | None) -> None:
+        """Count a block s (H, n, m) where `seen` holds."""
+        key = (s.contiguous().view(torch.int32) >> 16) & 0xFFFF
+        if seen is not None:
+            key = torch.where(seen, key, native.BINS)  # a bin that is not read
+        key = (key + self.offset).flatten()
+        self.counts += torch.bincount(key, minlength=self.counts.numel()).view_as(self.counts)
+
+    def part(self, batch: int) -> Part:
+        """The counts as a part that holds nothing else."""
+        counts = self.counts[:, : native.BINS].reshape(self.heads, 2, -1).cpu().numpy()
+        return Part(_nothing(batch * self.heads), counts, 0, np.zeros(0, native.ITEM), 0)
+
+
+def _nothing(groups: int) -> NDArray[np.void]:
+    partial = np.zeros(groups, native.PARTIAL)
+    partial["min"], partial["max"] = np.inf, -np.inf
+    return partial
 
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
@@ -105,50 +162,74 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _block(
-    s: Tensor, seen: Tensor, unit: NDArray[np.float32], site: SiteStatistics, top: Top
+    s: Tensor,
+    seen: Tensor | None,
+    unit: NDArray[np.float32],
+    table: _Table | None,
+    sieve: "_Sieve",
 ) -> Part:
-    """The statistics of one block, s and seen: (H, n, m)."""
+    """The statistics of one block s (H, n, m) where `seen`, (1 or H, n, m), holds, or of all."""
     heads = s.shape[0]
-    partial = np.zeros(heads, native.PARTIAL)
-    count = seen.sum((1, 2))
-    partial["count"] = count.cpu().numpy()
-    low = s.masked_fill(~seen, torch.inf).amin((1, 2))
-    high = s.masked_fill(~seen, -torch.inf).amax((1, 2))
-    partial["min"], partial["max"] = low.cpu().numpy(), high.cpu().numpy()
-    partial["bad"] = (~torch.isfinite(s) & seen).any(-1).any(-1).cpu().numpy()
-    counts, first = None, 0
-    if site.histogram is not None and not partial["bad"].any():
+    partial = _nothing(heads)
+    part = Part(partial, None, 0, np.zeros(0, native.ITEM), 0)
+    shown = s if seen is None else torch.where(seen, s, torch.inf)
+    low = shown.amin((1, 2)).cpu().numpy()
+    shown = s if seen is None else torch.where(seen, s, -torch.inf)
+    high = shown.amax((1, 2)).cpu().numpy()
+    if seen is None:
+        partial["count"] = s.shape[1] * s.shape[2]
+    else:
+        partial["count"] = seen.sum((1, 2)).expand(heads).cpu().numpy()
+    filled = partial["count"] > 0
+    partial["min"][filled], partial["max"][filled] = low[filled], high[filled]
+    # amin and amax hand a NaN on.
+    partial["bad"] = filled & ~(np.isfinite(low) & np.isfinite(high))
+    if partial["bad"].any() or not filled.any():
+        return part
+    if table is not None:
         weight, pivot = torch.from_numpy(unit).to(s.device).T[:, :, None, None]
-        t = torch.where(seen, s * weight - pivot, 0.0)
+        # Few values cannot average the rounding of fp32 squares away.
+        t = (s.double() if s[0].numel() <= SMALL else s) * weight - pivot
+        t = (t if seen is None else torch.where(seen, t, 0.0)).flatten(1)
         t2 = t * t
-        sums = [x.sum((1, 2), dtype=torch.float64) for x in (t, t2, t2 * t, t2 * t2)]
+        sums = [_sum(x) for x in (t, t2, t2 * t, t2 * t2)]
         partial["moment"] = torch.stack(sums, -1).cpu().numpy()
-        counts, first = _count_bins(s, seen)
-    items = np.zeros(0, native.ITEM)
-    if top.rank and not partial["bad"].any():
-        magnitude = torch.where(seen, s.abs(), -1.0).flatten()
-        floor = torch.topk(magnitude, min(top.rank, len(magnitude))).values[-1]
-        floor = floor.clamp(min=max(top.threshold, 0.0))
-        head, row, column = (
-            x.cpu().numpy() for x in ((magnitude >= floor).view(s.shape)).nonzero(as_tuple=True)
-        )
-        items = np.zeros(len(head), native.ITEM)
-        items["value"] = s[head, row, column].cpu().numpy()
-        items["head"], items["row"], items["column"] = head, row, column
-    return Part(partial, counts, first, items, 0)
+        table.count(s, seen)
+    absmax = max(-float(low[filled].min()), float(high[filled].max()))
+    if sieve.rank and absmax >= sieve.floor:
+        part.items = sieve.pass_through(s, seen)
+    return part
 
 
-def _count_bins(s: Tensor, seen: Tensor) -> tuple[NDArray[np.int64], int]:
-    """Histogram counts (H, 2, w) and the magnitude bin of column 0."""
-    heads = s.shape[0]
-    bits = s.contiguous().view(torch.int32) >> 16
-    magnitude, negative = bits & 0x7FFF, (bits < 0).int()
-    used = magnitude[seen]
-    if not used.numel():
-        return np.zeros((heads, 2, 0), np.int64), 0
-    low, high = int(used.min()), int(used.max()) + 1
-    width = high - low
-    head = torch.arange(heads, device=s.device, dtype=torch.int32)[:, None, None]
-    key = (2 * head + negative) * width + (magnitude - low)
-    counts = torch.bincount(key[seen], minlength=2 * heads * width)
-    return counts.view(heads, 2, width).cpu().numpy().astype(np.int64), low
+class _Sieve:
+    """Lets through what may be among the `rank` largest magnitudes of a call."""
+
+    def __init__(self, site: SiteStatistics) -> None:
+        self.rank = site.top.rank
+        self.floor = max(site.top.threshold, 0.0)
+
+    def pass_through(self, s: Tensor, seen: Tensor | None) -> NDArray[np.void]:
+        """Records of native.ITEM with head, row, column and value."""
+        magnitude = s.abs() if seen is None else torch.where(seen, s.abs(), -1.0)
+        if not self.floor and magnitude.numel() > self.rank:
+            # The first block sets a floor; later ones are compared with it, which is cheaper.
+            self.floor = max(0.0, float(torch.topk(magnitude.flatten(), self.rank).values[-1]))
+        places = (magnitude >= self.floor).nonzero(as_tuple=True)
+        items = np.zeros(len(places[0]), native.ITEM)
+        items["value"] = s[places].cpu().numpy()
+        for name, place in zip(("head", "row", "column"), places, strict=True):
+            items[name] = place.cpu().numpy()
+        if len(items) > self.rank:
+            kept = np.partition(np.abs(items["value"]), -self.rank)[-self.rank]
+            self.floor = max(self.floor, float(kept))
+            items = items[np.abs(items["value"]) >= kept]
+        return items
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Row-wise sum, (H,), of short fp32 runs in fp64."""
+    whole = x.shape[1] // SMALL * SMALL
+    total = x[:, whole:].sum(1, dtype=torch.float64)
+    if whole:
+        total += x[:, :whole].reshape(len(x), -1, SMALL).sum(2).sum(1, dtype=torch.float64)
+    return total

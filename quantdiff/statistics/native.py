@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class _Job(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("histogram", ctypes.c_void_p),
         ("bins", ctypes.c_void_p),
+        ("team", ctypes.c_void_p),
         ("top", ctypes.c_void_p),
         ("top_count", ctypes.c_void_p),
     ]
@@ -57,6 +59,18 @@ def _library() -> Any:
     library = ctypes.CDLL(spec.origin)
     library.quantdiff_run.argtypes = [ctypes.POINTER(_Job)]
     return library
+
+
+@cache
+def _team() -> int | None:
+    """Address of the function that runs code on the threads that torch computes with, or None."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    for name in (*map(str, bundled), None):
+        try:
+            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
+        except (AttributeError, OSError):
+            continue
+    return None
 
 
 def available() -> bool:
@@ -137,6 +151,7 @@ def run(
         out.ctypes.data,
         histogram.ctypes.data,
         bins.ctypes.data,
+        _team(),
         top.ctypes.data,
         top_count.ctypes.data,
     )

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from quantdiff.errors import UsageError
 from quantdiff.statistics.histogram import Histogram
@@ -76,11 +74,9 @@ class Activations:
 
     Attributes:
         sites: one a layer, in order.
-        largest: the largest magnitudes with their coordinates.
     """
 
     sites: list[SiteStatistics]
-    largest: Top
     _histogram: Histogram | None = field(default=None, init=False, repr=False)
 
     @property
@@ -92,6 +88,15 @@ class Activations:
     def absmax(self) -> float:
         """Largest magnitude; NaN if nothing was seen."""
         return max((float(site.absmax.max()) for site in self.sites), default=float("nan"))
+
+    @property
+    def largest(self) -> Top:
+        """The largest magnitudes of all sites with their coordinates."""
+        tops = [site.top for site in self.sites]
+        merged = Top.empty(min(top.rank for top in tops), tops[0].coordinates.shape[1])
+        for top in tops:
+            merged.offer(top.values, top.coordinates)
+        return merged
 
     @property
     def histogram(self) -> Histogram | None:
@@ -140,20 +145,22 @@ class AttentionLogits(Activations):
     """The attention logits of all layers; a site's groups are its query heads."""
 
     def __init__(
-        self,
-        sites: list[SiteStatistics],
-        largest: Top,
-        branches: Mapping[int, Sequence[int | None]],
+        self, sites: list[SiteStatistics], branches: Mapping[int, Sequence[int | None]]
     ) -> None:
-        super().__init__(sites, largest)
+        super().__init__(sites)
         self.branches = {layer: list(heads) for layer, heads in branches.items()}
 
     def top(self, n: int) -> list[Logit]:
         """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
-        values, places = self.largest.values[:n], self.largest.coordinates[:n].tolist()
+        return self.items(self.largest)[:n]
+
+    def items(self, top: Top) -> list[Logit]:
+        """The entries of a site's or of all sites' largest magnitudes."""
         return [
             Logit(float(value), layer, head, self.branches[layer][head], sequence, query, key)
-            for value, (layer, head, sequence, query, key) in zip(values, places, strict=True)
+            for value, (layer, head, sequence, query, key) in zip(
+                top.values, top.coordinates.tolist(), strict=True
+            )
         ]
 
 
@@ -162,9 +169,13 @@ class HiddenStates(Activations):
 
     def top(self, n: int) -> list[HiddenState]:
         """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
-        values, places = self.largest.values[:n], self.largest.coordinates[:n].tolist()
+        return self.items(self.largest)[:n]
+
+    def items(self, top: Top) -> list[HiddenState]:
+        """The entries of a site's or of all sites' largest magnitudes."""
         return [
-            HiddenState(float(value), *place) for value, place in zip(values, places, strict=True)
+            HiddenState(float(value), *place)
+            for value, place in zip(top.values, top.coordinates.tolist(), strict=True)
         ]
 
 
@@ -212,19 +223,16 @@ class Profile:
                 f"{other.model.get('name')!r} ({other.detail}) do not measure the same thing "
                 "and cannot be merged"
             )
-        result = self.copy()
+        result, added = self.copy(), other.copy()
         shift = int(self.data["sequences"])
         # Column of the sequence among the coordinates.
         for ours, theirs, column in (
-            (result.attention_logits, other.attention_logits, 2),
-            (result.hidden_states, other.hidden_states, 1),
+            (result.attention_logits, added.attention_logits, 2),
+            (result.hidden_states, added.hidden_states, 1),
         ):
             for site, further in zip(ours.sites, theirs.sites, strict=True):
+                further.top.coordinates[:, column] += shift
                 site.merge(further)
-            places = theirs.largest.coordinates.copy()
-            places[:, column] += shift
-            ours.largest.rank = min(ours.largest.rank, theirs.largest.rank)
-            ours.largest.offer(theirs.largest.values, places)
             ours._histogram = None
         for name in ("tokens", "sequences"):
             result.data[name] = self.data[name] + other.data[name]
@@ -235,7 +243,7 @@ class Profile:
         return result
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per site and head: activation, name, layer, head, branch, count and statistics."""
+        """One row a site and head: activation, name, layer, head, branch, count and statistics."""
         return pd.DataFrame(list(self._rows()))
 
     def summary(self) -> pd.DataFrame:
@@ -250,7 +258,7 @@ class Profile:
         return pd.DataFrame.from_dict(rows, orient="index", dtype=float)
 
     def save(self, folder: str | Path) -> None:
-        """Write `profile.json` and `profile.safetensors` into a folder, which is made if missing."""
+        """Write `profile.json` and `profile.safetensors` into a folder, made if missing."""
         from quantdiff.statistics.storage import save_profile
 
         save_profile(self, Path(folder))
@@ -266,11 +274,11 @@ class Profile:
 
         return load_profile(Path(folder))
 
-    def plot(self, kind: str = "layers", ax: Any = None) -> Any:
+    def plot(self, kind: str = "layers", *, activation: str | None = None, ax: Any = None) -> Any:
         """Draw a figure of the profile; see `quantdiff.plot`."""
         import quantdiff
 
-        return quantdiff.plot(self, kind=kind, ax=ax)
+        return quantdiff.plot(self, kind, activation=activation, ax=ax)
 
     def __repr__(self) -> str:
         name, layout = self.model.get("name"), self.model.get("layout")

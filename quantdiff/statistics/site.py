@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from quantdiff.statistics.histogram import Histogram
 from quantdiff.statistics.moments import Moments
+from quantdiff.statistics.top import Top
 
 __all__ = ["SiteStatistics"]
 
@@ -22,6 +23,7 @@ class SiteStatistics:
         layer: index of the layer, from 0.
         count: (G,) int64.
         min, max: (G,) fp32; +inf and −inf for a group that holds nothing.
+        top: the largest magnitudes of the site with their coordinates.
         moments: None where only extremes were recorded.
         histogram: None where only extremes were recorded.
     """
@@ -31,18 +33,31 @@ class SiteStatistics:
     count: NDArray[np.int64]
     min: NDArray[np.float32]
     max: NDArray[np.float32]
+    top: Top = field(repr=False)
     moments: Moments | None = field(default=None, repr=False)
     histogram: Histogram | None = field(default=None, repr=False)
 
     @classmethod
-    def empty(cls, name: str, layer: int, groups: int, *, full: bool) -> Self:
-        """Statistics that hold nothing."""
+    def empty(
+        cls, name: str, layer: int, groups: int, *, full: bool, rank: int, coordinates: int
+    ) -> Self:
+        """Statistics that hold nothing.
+
+        Args:
+            name: module path.
+            layer: index of the layer.
+            groups: number of groups G.
+            full: with moments and histogram.
+            rank: how many of the largest magnitudes are kept.
+            coordinates: how many coordinates each of them has.
+        """
         return cls(
             name,
             layer,
             np.zeros(groups, np.int64),
             np.full(groups, np.inf, np.float32),
             np.full(groups, -np.inf, np.float32),
+            Top.empty(rank, coordinates),
             Moments.empty(groups) if full else None,
             Histogram.empty(groups) if full else None,
         )
@@ -74,6 +89,8 @@ class SiteStatistics:
         self.count = self.count + other.count
         self.min = np.minimum(self.min, other.min)
         self.max = np.maximum(self.max, other.max)
+        self.top.rank = min(self.top.rank, other.top.rank)
+        self.top.offer(other.top.values, other.top.coordinates)
         if self.moments is not None and other.moments is not None:
             self.moments.merge(other.moments)
         if self.histogram is not None and other.histogram is not None:

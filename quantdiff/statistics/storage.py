@@ -115,9 +115,9 @@ def load_profile(folder: Path) -> Profile:
             versions=content["versions"],
             command=content["command"],
             attention_logits=AttentionLogits(
-                *_from_arrays("attention_logits", logits, arrays), branches
+                _from_arrays("attention_logits", logits, arrays), branches
             ),
-            hidden_states=HiddenStates(*_from_arrays("hidden_states", hidden, arrays)),
+            hidden_states=HiddenStates(_from_arrays("hidden_states", hidden, arrays)),
         )
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{folder} holds a broken profile: {error}") from None
@@ -135,9 +135,10 @@ def _to_arrays(part: Activations) -> Arrays:
         "count": np.concatenate([site.count for site in sites]),
         "min": np.concatenate([site.min for site in sites]),
         "max": np.concatenate([site.max for site in sites]),
-        "top.rank": np.array([part.largest.rank], np.int64),
-        "top.values": part.largest.values,
-        "top.coordinates": part.largest.coordinates,
+        "top.rank": np.array([site.top.rank for site in sites], np.int64),
+        "top.lengths": np.array([len(site.top.values) for site in sites], np.int64),
+        "top.values": np.concatenate([site.top.values for site in sites]),
+        "top.coordinates": np.concatenate([site.top.coordinates for site in sites]),
     }
     moments = [site.moments for site in sites if site.moments is not None]
     for name in ("mean", "m2", "m3", "m4") if moments else ():
@@ -161,7 +162,7 @@ def _to_arrays(part: Activations) -> Arrays:
 
 def _from_arrays(
     kind: str, described: list[dict[str, Any]], arrays: Arrays
-) -> tuple[list[SiteStatistics], Top]:
+) -> list[SiteStatistics]:
     a = {
         name.removeprefix(f"{kind}."): array
         for name, array in arrays.items()
@@ -170,8 +171,9 @@ def _from_arrays(
     ends = np.cumsum(a["groups"])
     starts = ends - a["groups"]
     offsets = np.concatenate([[0], np.cumsum(a.get("histogram.lengths", np.zeros(0, np.int64)))])
+    kept = np.concatenate([[0], np.cumsum(a["top.lengths"])])
     sites = []
-    for site, i, j in zip(described, starts, ends, strict=True):
+    for s, (site, i, j) in enumerate(zip(described, starts, ends, strict=True)):
         moments = histogram = None
         if "mean" in a:
             moments = Moments(*(a[n][i:j].copy() for n in ("count", "mean", "m2", "m3", "m4")))
@@ -185,16 +187,21 @@ def _from_arrays(
                     offsets[g] : offsets[g + 1]
                 ]
             histogram.add(table, 0)
+        places = slice(kept[s], kept[s + 1])
         sites.append(
             SiteStatistics(
-                site["name"],
-                site["layer"],
-                a["count"][i:j].copy(),
-                a["min"][i:j].copy(),
-                a["max"][i:j].copy(),
-                moments,
-                histogram,
-            )  # fmt: skip
+                name=site["name"],
+                layer=site["layer"],
+                count=a["count"][i:j].copy(),
+                min=a["min"][i:j].copy(),
+                max=a["max"][i:j].copy(),
+                top=Top(
+                    int(a["top.rank"][s]),
+                    a["top.values"][places].copy(),
+                    a["top.coordinates"][places].copy(),
+                ),
+                moments=moments,
+                histogram=histogram,
+            )
         )
-    top = Top(int(a["top.rank"][0]), a["top.values"].copy(), a["top.coordinates"].copy())
-    return sites, top
+    return sites

@@ -16,7 +16,6 @@ from quantdiff.statistics import native
 from quantdiff.statistics.blocks import BLOCK_ELEMENTS, Part, torch_logits, torch_values
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
-from quantdiff.statistics.top import Top
 from quantdiff.statistics.visible import Visible
 
 __all__ = ["NonFiniteError", "measure_logits", "measure_values"]
@@ -39,14 +38,13 @@ def measure_logits(
     scale: float,
     visible: Visible,
     site: SiteStatistics,
-    top: Top,
     locate: Callable[[NDArray[np.int64]], NDArray[np.int64]],
     *,
     softcap: float | None = None,
     bias: Callable[[int, int], Tensor] | None = None,
     compiled: bool = True,
 ) -> None:
-    """Add the logits softcap(q·kᵀ·scale) + bias to a site's statistics and the largest to `top`.
+    """Add the logits softcap(q·kᵀ·scale) + bias to a site's statistics.
 
     Args:
         q: (B, H, N, D), any floating dtype; products and sums are fp32 of the values given.
@@ -54,8 +52,8 @@ def measure_logits(
         scale: factor of q·kᵀ.
         visible: what may be attended.
         site: (H groups) added to; with moments and histogram if it has them.
-        top: offered the largest magnitudes.
-        locate: maps (n, 4) int64 of (head, batch, query row, key) to the coordinates of `top`;
+        locate: maps (n, 4) int64 of (head, batch, query row, key) to the coordinates of
+            `site.top`;
             must keep the order.
         softcap: c of c·tanh(x / c), or None.
         bias: (first row, last row + 1) → (B or 1, H or 1, rows, M), added after the cap.
@@ -68,13 +66,14 @@ def measure_logits(
         raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key heads")
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.float(), k.float()
-        unit = _logit_unit(q, k, scale)
+        full = site.moments is not None
+        unit = _logit_unit(q, k, scale) if full else _no_unit(q.shape[0] * q.shape[1])
         plain = softcap is None and bias is None
         if compiled and plain and q.device.type == "cpu" and native.available():
-            parts = _compiled_logits(q, k, scale, visible, unit, site, top)
+            parts = _compiled_logits(q, k, scale, visible, unit, site)
         else:
-            parts = torch_logits(q, k, scale, visible, unit, site, top, softcap, bias)
-        _add(parts, unit, q.shape[0], site, top, locate)
+            parts = torch_logits(q, k, scale, visible, unit, site, softcap, bias)
+        _add(parts, unit, q.shape[0], site, locate)
 
 
 @torch.no_grad()
@@ -82,19 +81,18 @@ def measure_values(
     values: Tensor,
     rows: Tensor,
     site: SiteStatistics,
-    top: Top,
     locate: Callable[[NDArray[np.int64]], NDArray[np.int64]],
     *,
     compiled: bool = True,
 ) -> None:
-    """Add the rows of a tensor to a site's statistics and the largest to `top`.
+    """Add the rows of a tensor to a site's statistics.
 
     Args:
         values: (N, D), any floating dtype.
         rows: (N,) bool, the rows that count.
         site: one group, added to.
-        top: offered the largest magnitudes.
-        locate: maps (n, 4) int64 of (0, 0, row, column) to the coordinates of `top`.
+        locate: maps (n, 4) int64 of (0, 0, row, column) to the coordinates of
+            `site.top`.
         compiled: False takes the plain torch path.
 
     Raises:
@@ -103,28 +101,15 @@ def measure_values(
     with torch.autocast(values.device.type, enabled=False):
         x = values.float()
         x = x if x.stride(-1) == 1 else x.contiguous()
-        unit = _value_unit(x[rows] if not rows.all() else x)
+        full = site.moments is not None and bool(rows.any())
+        unit = _value_unit(x if rows.all() else x[rows]) if full else _no_unit(1)
         if compiled and x.device.type == "cpu" and native.available():
-            stop = rows.int()
-            part = Part(
-                *_call(
-                    x[None, None],
-                    None,
-                    1.0,
-                    torch.zeros_like(stop)[None],
-                    stop[None],
-                    None,
-                    unit,
-                    site,
-                    top.rank,
-                    top.threshold,
-                ),
-                0,
-            )
-            parts = iter([part])
+            stop = rows.int()[None]
+            start = torch.zeros_like(stop)
+            parts = iter([Part(*_call(x[None, None], None, 1.0, start, stop, None, unit, site), 0)])
         else:
-            parts = torch_values(x, rows, unit, site, top)
-        _add(parts, unit, 1, site, top, locate)
+            parts = torch_values(x, rows, unit, site)
+        _add(parts, unit, 1, site, locate)
 
 
 def _add(
@@ -132,15 +117,16 @@ def _add(
     unit: NDArray[np.float32],
     batch: int,
     site: SiteStatistics,
-    top: Top,
     locate: Callable[[NDArray[np.int64]], NDArray[np.int64]],
 ) -> None:
     """Gather the parts of one call, and add them only if all of them are finite."""
     heads = site.groups
     sums = np.zeros((batch, heads, 4))
-    fresh = SiteStatistics.empty(site.name, site.layer, heads, full=site.histogram is not None)
+    fresh = SiteStatistics.empty(
+        site.name, site.layer, heads, full=site.histogram is not None, rank=site.top.rank,
+        coordinates=site.top.coordinates.shape[1],
+    )  # fmt: skip
     counts = np.zeros((batch, heads), np.int64)
-    items = []
     for part in parts:
         partial = part.partial.reshape(batch, heads)
         bad = partial["bad"].any(0)
@@ -156,16 +142,16 @@ def _add(
             place = np.stack([part.items[name] for name in ("head", "batch", "row", "column")], 1)
             place = place.astype(np.int64)
             place[:, 2] += part.row
-            items.append((part.items["value"], place))
+            fresh.top.offer(part.items["value"], locate(place))
     fresh.count = counts.sum(0)
     if fresh.moments is not None:
         units = unit.reshape(batch, heads, 2).astype(np.float64)
         for b in range(batch):
             weight, pivot = units[b].T
             fresh.moments.merge(Moments.from_sums(counts[b], sums[b], weight, pivot))
+        for moment in (fresh.moments.m2, fresh.moments.m3, fresh.moments.m4):
+            moment[fresh.min == fresh.max] = 0.0  # no spread, and no rounding that looks like one
     site.merge(fresh)
-    for values, place in items:
-        top.offer(values, locate(place))
 
 
 def _power_of_two(spread: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -182,9 +168,19 @@ def _unit(mean: Tensor, spread: Tensor) -> NDArray[np.float32]:
     return np.stack([weight, pivot * weight], -1).reshape(-1, 2).astype(np.float32)
 
 
+def _no_unit(groups: int) -> NDArray[np.float32]:
+    return np.tile(np.array([[1.0, 0.0]], np.float32), (groups, 1))
+
+
+def _some(x: Tensor) -> Tensor:
+    """At most 256 rows of x (..., N, D), evenly spaced: pivot and weight need no more."""
+    return x[..., :: max(1, x.shape[-2] // 256), :]
+
+
 def _logit_unit(q: Tensor, k: Tensor, scale: float) -> NDArray[np.float32]:
     """In closed form: mean over all pairs (Σq)·(Σk) / NM, spread by the rows' mean lengths."""
     repeat = q.shape[1] // k.shape[1]
+    q, k = _some(q), _some(k)
     key_mean = k.mean(2).repeat_interleave(repeat, 1)  # (B, H, D)
     key_length = k.norm(dim=-1).mean(2).repeat_interleave(repeat, 1)  # (B, H)
     spread = q.norm(dim=-1).mean(2) * key_length * (abs(scale) / q.shape[-1] ** 0.5)
@@ -192,9 +188,8 @@ def _logit_unit(q: Tensor, k: Tensor, scale: float) -> NDArray[np.float32]:
 
 
 def _value_unit(x: Tensor) -> NDArray[np.float32]:
-    if not x.numel():
-        return np.array([[1.0, 0.0]], np.float32)
-    return _unit(x.mean()[None], x.std(correction=0)[None])
+    std, mean = torch.std_mean(_some(x), correction=0)
+    return _unit(mean[None], std[None])
 
 
 # A table of 65,536 counts a head is kept between calls; only the bins in use are read and cleared.
@@ -210,8 +205,6 @@ def _call(
     mask: Tensor | None,
     unit: NDArray[np.float32],
     site: SiteStatistics,
-    rank: int,
-    threshold: float,
 ) -> tuple[NDArray[np.void], NDArray[np.int64] | None, int, NDArray[np.void]]:
     full = site.histogram is not None
     heads = q.shape[1]
@@ -220,7 +213,7 @@ def _call(
         table = np.zeros((heads, _BINS), np.int64)
     partial, bins, items = native.run(
         q, k, scale=scale, start=start.contiguous(), stop=stop.contiguous(), mask=mask, unit=unit,
-        full=full, rank=rank, threshold=threshold, histogram=table,
+        full=full, rank=site.top.rank, threshold=site.top.threshold, histogram=table,
     )  # fmt: skip
     low, high = int(bins[:, 0].min()), int(bins[:, 1].max()) + 1
     counts = None
@@ -239,7 +232,6 @@ def _compiled_logits(
     visible: Visible,
     unit: NDArray[np.float32],
     site: SiteStatistics,
-    top: Top,
 ) -> Iterator[Part]:
     q = q if q.stride(-1) == 1 else q.contiguous()
     k = k if k.stride(-1) == 1 else k.contiguous()
@@ -254,6 +246,6 @@ def _compiled_logits(
             mask = mask.contiguous()
         result = _call(
             q[:, :, first:last], k, scale, visible.start[:, first:last],
-            visible.stop[:, first:last], mask, unit, site, top.rank, top.threshold,
+            visible.stop[:, first:last], mask, unit, site,
         )  # fmt: skip
         yield Part(*result, first)

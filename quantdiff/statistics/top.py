@@ -38,8 +38,6 @@ class Top:
     def offer(self, values: NDArray[np.float32], coordinates: NDArray[np.int64]) -> None:
         """Consider further items, in place; values: (m,), coordinates: (m, c)."""
         keep = np.abs(values) >= self.threshold
-        if not keep.any():
-            return
         magnitudes = np.concatenate([self.values, np.abs(values[keep])])
         places = np.concatenate([self.coordinates, coordinates[keep]])
         order = np.lexsort((*places.T[::-1], -magnitudes))[: self.rank]

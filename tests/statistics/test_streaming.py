@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from quantdiff.statistics import (
     NonFiniteError,
     SiteStatistics,
-    Top,
     Visible,
     measure_logits,
     measure_values,
@@ -28,10 +27,9 @@ def keep(place):
 
 
 def measure(q, k, scale, visible, *, rank=20, full=True, **options):
-    site = SiteStatistics.empty("site", 0, q.shape[1], full=full)
-    top = Top.empty(rank, 4)
-    measure_logits(q, k, scale, visible, site, top, keep, **options)
-    return site, top
+    site = SiteStatistics.empty("site", 0, q.shape[1], full=full, rank=rank, coordinates=4)
+    measure_logits(q, k, scale, visible, site, keep, **options)
+    return site, site.top
 
 
 def dense(visible, shape):
@@ -161,12 +159,12 @@ def test_ties_go_to_the_lowest_coordinate(compiled):
 def test_non_finite_logits_are_refused_and_nothing_is_added(compiled, bad):
     q, k = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8)
     q[0, 2, 7, 3] = bad
-    site, top = SiteStatistics.empty("site", 0, 4, full=True), Top.empty(5, 4)
+    site = SiteStatistics.empty("site", 0, 4, full=True, rank=5, coordinates=4)
     with pytest.raises(NonFiniteError) as caught:
-        measure_logits(q, k, 1.0, Visible.causal(1, 30, 30), site, top, keep, compiled=compiled)
+        measure_logits(q, k, 1.0, Visible.causal(1, 30, 30), site, keep, compiled=compiled)
     assert caught.value.group == 2
     assert site.count.sum() == 0
-    assert len(top.values) == 0
+    assert len(site.top.values) == 0
 
 
 @pytest.mark.parametrize("compiled", PATHS)
@@ -221,10 +219,10 @@ def test_values_equal_a_reference(compiled, rows, width, seed):
     x = torch.randn(rows, width, generator=generator) * 3 + 1
     counted = torch.rand(rows, generator=generator) < 0.7
     x[~counted] = float("nan")
-    site, top = SiteStatistics.empty("site", 0, 1, full=True), Top.empty(7, 4)
-    measure_values(x, counted, site, top, keep, compiled=compiled)
+    site = SiteStatistics.empty("site", 0, 1, full=True, rank=7, coordinates=4)
+    measure_values(x, counted, site, keep, compiled=compiled)
     seen = counted[:, None].expand(x.shape)
-    check(site, top, x[None, None].double(), seen[None, None])
+    check(site, site.top, x[None, None].double(), seen[None, None])
 
 
 @built

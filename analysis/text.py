@@ -1,0 +1,31 @@
+"""Names and numbers as a reader should see them."""
+
+import math
+
+__all__ = ["UNKNOWN", "literal", "number", "shorten"]
+
+UNKNOWN = "–"
+
+
+def literal(name: object) -> str:
+    """A name on one line: what cannot be printed (a line break, a lone surrogate) becomes `�`."""
+    return "".join(letter if letter.isprintable() else "�" for letter in str(name))
+
+
+def shorten(text: str, length: int) -> str:
+    """At most `length` characters, with an ellipsis in the middle where some had to go."""
+    if len(text) <= length:
+        return text
+    end = max(length - 1, 1) // 2
+    return f"{text[: max(length - 1 - end, 0)]}…{text[len(text) - end :]}"
+
+
+def number(value: float | None) -> str:
+    """One decimal from 10 on, as the paper prints them, three significant digits below."""
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    if not 10 <= abs(value) < 1e7:
+        return f"{value:#.3g}"
+    return f"{value:.1f}"
