@@ -140,9 +140,10 @@ def timings(runs: dict[str, Callable], ids: torch.Tensor, rounds: int) -> dict[s
 
 
 def peak(folder: str, variant: str, length: int, head: bool) -> int:
-    """Peak resident bytes of one pass in a fresh process, model included."""
+    """Peak resident bytes of one pass, model included: the median of three fresh processes."""
     command = [sys.executable, __file__, "--peak", folder, variant, str(length), str(int(head))]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(3)]
+    return int(statistics.median(int(run.stdout) for run in runs))
 
 
 def measure_peak(folder: str, variant: str, length: int, head: bool) -> None:

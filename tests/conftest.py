@@ -4,6 +4,11 @@ import importlib.util
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The first examples compile, import and warm up: time says nothing about correctness here.
+settings.register_profile("quantdiff", deadline=None)
+settings.load_profile("quantdiff")
 
 
 @pytest.fixture(scope="session")

@@ -21,5 +21,5 @@ def branches(layout: str, heads: int) -> list[int | None]:
     if layout == "halves":
         if heads % 2:
             raise ValueError(f"{heads} heads do not divide into two halves")
-        return [1] * (heads // 2) + [2] * (heads // 2)
+        return [1 if head < heads // 2 else 2 for head in range(heads)]
     raise ValueError(f"unknown head layout {layout!r}; known: {', '.join(LAYOUTS)}")

@@ -22,6 +22,7 @@ __all__ = [
     "app",
     "command_line",
     "interruptible",
+    "silence_libraries",
     "token_progress",
 ]
 
@@ -86,6 +87,13 @@ def command_line() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
+def silence_libraries() -> None:
+    """Keep the progress bars of transformers off a machine's stderr."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Let Ctrl-C end the work at the next good place; a second Ctrl-C ends it at once.
@@ -139,6 +147,9 @@ def token_progress(description: str, total: int, *, quiet: bool) -> Iterator[Cal
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Speed(),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
+    console = Console(stderr=True)
+    if not quiet and not console.is_terminal:  # a log gets one line where a screen gets a bar
+        console.print(f"{description}: {total:,} tokens")
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
         yield lambda tokens: bar.advance(task, tokens)

@@ -5,11 +5,14 @@ import sys
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantdiff.cli import common
+
+if TYPE_CHECKING:
+    from quantdiff.statistics.profile import Profile
 
 EPILOG = """
 Examples:
@@ -67,6 +70,8 @@ def profile(
     from quantdiff.models import context_length, load
     from quantdiff.statistics.storage import save_profile, to_json
 
+    if as_json:
+        common.silence_libraries()
     with ExitStack() as stack:
         # The folder first: an output that cannot be written must not cost a recording.
         stage = None
@@ -108,7 +113,7 @@ def profile(
         raise typer.Exit(130)
 
 
-def _print(recorded: object, out: Path | None) -> None:
+def _print(recorded: "Profile", out: Path | None) -> None:
     from rich.console import Console
 
     from quantdiff.analysis import tables

@@ -84,7 +84,7 @@ class _Config:
         )
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc,override]
         return type(self._quantdiff_config)
 
     def __getattr__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, Self
@@ -46,7 +47,8 @@ class _Pass:
         self.batch = batch
         self.owner = owner
         self.fired: Counter[str] = Counter()
-        self.seen: dict[str, tuple[Tensor, Tensor]] = {}
+        # Weakly: held, the queries and keys of all layers would outweigh the activations.
+        self.seen: dict[str, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
         self.masks: dict[Any, tuple[Any, Visible, Bias | None]] = {}
 
 
@@ -222,13 +224,13 @@ class Recorder:
         before = now.seen.get(name)
         if before is not None:
             # DiffLlama attends twice with the same queries and keys, once for each half of V.
-            if before[0] is call.query and before[1] is call.key:
+            if before[0]() is call.query and before[1]() is call.key:
                 return
             raise RecordingError(
                 f"{name} attends more than once in a forward pass, with other queries or keys; "
                 "quantdiff would count its logits twice"
             )
-        now.seen[name] = (call.query, call.key)
+        now.seen[name] = (weakref.ref(call.query), weakref.ref(call.key))
         check_options(call)
         scale = call.options.get("scaling")
         if scale is None:

@@ -6,6 +6,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quantdiff.statistics.lasting import lasting_zeros
+
 __all__ = ["BINS_AN_OCTAVE", "Histogram"]
 
 BINS_AN_OCTAVE = 128  # 7 bits of mantissa: a bin's midpoint lies within 0.4 % of all its values
@@ -32,7 +34,7 @@ class Histogram:
     @classmethod
     def empty(cls, groups: int) -> Self:
         """A histogram of `groups` groups that holds nothing."""
-        return cls(np.zeros((groups, 2, 0), np.int64), 0, np.zeros(groups, np.int64))
+        return cls(np.zeros((groups, 2, 0), np.int64), 0, lasting_zeros((groups,), np.int64))
 
     @classmethod
     def of(cls, values: NDArray[np.float32]) -> Self:
@@ -57,7 +59,7 @@ class Histogram:
         """Add counts (G, 2, w) whose column 0 is magnitude bin `first`, in place."""
         if first < BINS_AN_OCTAVE:  # zero and the subnormal numbers
             small = BINS_AN_OCTAVE - first
-            self.zeros = self.zeros + counts[:, :, :small].sum((1, 2))
+            self.zeros += counts[:, :, :small].sum((1, 2))
             counts, first = counts[:, :, small:], BINS_AN_OCTAVE
         used = np.flatnonzero(counts.any((0, 1)))
         if not len(used):
@@ -69,7 +71,7 @@ class Histogram:
 
     def merge(self, other: "Histogram") -> None:
         """Add another histogram of the same groups, in place."""
-        self.zeros = self.zeros + other.zeros
+        self.zeros += other.zeros
         self.add(other.counts, other.first)
 
     def total(self) -> "Histogram":
@@ -120,7 +122,7 @@ class Histogram:
             low, high = min(low, self.first), max(high, self.first + width)
         if high - low == width:
             return
-        grown = np.zeros((self.groups, 2, high - low), np.int64)
+        grown = lasting_zeros((self.groups, 2, high - low), np.int64)
         if width:
             grown[:, :, self.first - low : self.first - low + width] = self.counts
         self.counts, self.first = grown, low

@@ -6,6 +6,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quantdiff.statistics.lasting import lasting_zeros
+
 __all__ = ["Moments"]
 
 Array = NDArray[np.float64]
@@ -32,7 +34,8 @@ class Moments:
     @classmethod
     def empty(cls, groups: int) -> Self:
         """Moments of `groups` groups that hold nothing."""
-        return cls(np.zeros(groups, np.int64), *(np.zeros(groups) for _ in range(4)))
+        sums = (lasting_zeros((groups,), np.float64) for _ in range(4))
+        return cls(lasting_zeros((groups,), np.int64), *sums)
 
     @classmethod
     def from_sums(cls, count: NDArray[np.int64], sums: Array, weight: Array, pivot: Array) -> Self:
@@ -72,28 +75,30 @@ class Moments:
         n = np.maximum(na + nb, 1)
         delta = np.where((na > 0) & (nb > 0), other.mean - self.mean, 0.0)
         share = delta / n
-        self.m4 = (
-            self.m4
-            + other.m4
+        self.m4 += (
+            other.m4
             + delta * share**3 * na * nb * (na**2 - na * nb + nb**2)
             + 6 * share**2 * (na**2 * other.m2 + nb**2 * self.m2)
             + 4 * share * (na * other.m3 - nb * self.m3)
         )
-        self.m3 = (
-            self.m3
-            + other.m3
+        self.m3 += (
+            other.m3
             + delta * share**2 * na * nb * (na - nb)
             + 3 * share * (na * other.m2 - nb * self.m2)
         )
-        self.m2 = self.m2 + other.m2 + delta * share * na * nb
-        self.mean = np.where(na > 0, self.mean + share * nb, other.mean)
-        self.count = self.count + other.count
+        self.m2 += other.m2 + delta * share * na * nb
+        self.mean[:] = np.where(na > 0, self.mean + share * nb, other.mean)
+        self.count += other.count
 
     def total(self) -> "Moments":
         """All groups as one, G = 1."""
         result = Moments.empty(1)
         for g in range(len(self.count)):
-            result.merge(Moments(*(x[g : g + 1] for x in self.arrays())))
+            one = slice(g, g + 1)
+            part = Moments(
+                self.count[one], self.mean[one], self.m2[one], self.m3[one], self.m4[one]
+            )
+            result.merge(part)
         return result
 
     def arrays(self) -> tuple[NDArray[np.int64], Array, Array, Array, Array]:

@@ -93,7 +93,7 @@ class Activations:
     def largest(self) -> Top:
         """The largest magnitudes of all sites with their coordinates."""
         tops = [site.top for site in self.sites]
-        merged = Top.empty(min(top.rank for top in tops), tops[0].coordinates.shape[1])
+        merged = Top(tops[0].rank, tops[0].coordinates.shape[1])
         for top in tops:
             merged.offer(top.values, top.coordinates)
         return merged
@@ -303,17 +303,22 @@ class Profile:
         for kind, part in self._parts():
             for site in part.sites:
                 for g, row in enumerate(site.rows()):
-                    logits = isinstance(part, AttentionLogits)
                     yield {
                         "activation": kind,
                         "name": site.name,
                         "layer": site.layer,
-                        "head": g if logits else None,
-                        "branch": part.branches[site.layer][g] if logits else None,
+                        "head": g if isinstance(part, AttentionLogits) else None,
+                        "branch": part.branches[site.layer][g]
+                        if isinstance(part, AttentionLogits)
+                        else None,
                         "count": int(site.count[g]),
                         **row,
                     }
 
 
-def _shape(profile: Profile) -> list[tuple[str, int]]:
-    return [(site.name, site.groups) for _, part in profile._parts() for site in part.sites]
+def _shape(profile: Profile) -> list[tuple[str, int, int]]:
+    return [
+        (site.name, site.groups, site.top.rank)
+        for _, part in profile._parts()
+        for site in part.sites
+    ]

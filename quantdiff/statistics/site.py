@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantdiff.statistics.histogram import Histogram
+from quantdiff.statistics.lasting import lasting_zeros
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.top import Top
 
@@ -51,13 +52,15 @@ class SiteStatistics:
             rank: how many of the largest magnitudes are kept.
             coordinates: how many coordinates each of them has.
         """
+        least, most = (lasting_zeros((groups,), np.float32) for _ in range(2))
+        least[:], most[:] = np.inf, -np.inf
         return cls(
             name,
             layer,
-            np.zeros(groups, np.int64),
-            np.full(groups, np.inf, np.float32),
-            np.full(groups, -np.inf, np.float32),
-            Top.empty(rank, coordinates),
+            lasting_zeros((groups,), np.int64),
+            least,
+            most,
+            Top(rank, coordinates),
             Moments.empty(groups) if full else None,
             Histogram.empty(groups) if full else None,
         )
@@ -84,12 +87,11 @@ class SiteStatistics:
                 f"site {self.name} with {self.groups} groups cannot be merged with site "
                 f"{other.name} with {other.groups} groups"
             )
-        if (self.moments is None) != (other.moments is None):
+        if (self.moments is None, self.top.rank) != (other.moments is None, other.top.rank):
             raise ValueError(f"site {self.name} was recorded at two levels of detail")
-        self.count = self.count + other.count
-        self.min = np.minimum(self.min, other.min)
-        self.max = np.maximum(self.max, other.max)
-        self.top.rank = min(self.top.rank, other.top.rank)
+        self.count += other.count
+        np.minimum(self.min, other.min, out=self.min)
+        np.maximum(self.max, other.max, out=self.max)
         self.top.offer(other.top.values, other.top.coordinates)
         if self.moments is not None and other.moments is not None:
             self.moments.merge(other.moments)

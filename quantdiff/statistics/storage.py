@@ -195,10 +195,8 @@ def _from_arrays(
                 count=a["count"][i:j].copy(),
                 min=a["min"][i:j].copy(),
                 max=a["max"][i:j].copy(),
-                top=Top(
-                    int(a["top.rank"][s]),
-                    a["top.values"][places].copy(),
-                    a["top.coordinates"][places].copy(),
+                top=Top.of(
+                    int(a["top.rank"][s]), a["top.values"][places], a["top.coordinates"][places]
                 ),
                 moments=moments,
                 histogram=histogram,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantdiff.statistics import native
 from quantdiff.statistics.blocks import BLOCK_ELEMENTS, Part, torch_logits, torch_values
+from quantdiff.statistics.lasting import lasting_zeros
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.visible import Visible
@@ -210,7 +211,7 @@ def _call(
     heads = q.shape[1]
     table = _tables.pop(heads, None)  # popped, so that two threads never share one
     if table is None:
-        table = np.zeros((heads, _BINS), np.int64)
+        table = lasting_zeros((heads, _BINS), np.int64)
     partial, bins, items = native.run(
         q, k, scale=scale, start=start.contiguous(), stop=stop.contiguous(), mask=mask, unit=unit,
         full=full, rank=site.top.rank, threshold=site.top.threshold, histogram=table,

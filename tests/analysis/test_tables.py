@@ -95,7 +95,7 @@ class TestWorstLayers:
     def test_dashes_where_only_the_extremes_are_known(self, profiles):
         profile = profiles["extremes"].copy()
         for site in profile.attention_logits.sites:
-            site.top = Top.empty(0, 5)
+            site.top = Top(0, 5)
         text = rendered(worst_layers_table(profile, 1))
         assert rows(text)[3][-5:] == ["–"] * 5
 
@@ -129,8 +129,10 @@ def test_nothing_is_wider_than_the_terminal_or_cut(profiles, model, width):
     profile = profiles["diffllama" if model == "large" else model].copy()
     if model == "large":
         profile.attention_logits.sites[1].max *= 1e4
-        profile.attention_logits.largest.coordinates[:, 2:] += 130_000
-        profile.hidden_states.largest.values *= 1e4
+        for site in profile.attention_logits.sites:
+            site.top.coordinates[:, 2:] += 130_000
+        for site in profile.hidden_states.sites:
+            site.top.values[:] *= 1e4
     text = rendered(*profile_report(profile), published_table(), width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

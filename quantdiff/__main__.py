@@ -1,0 +1,6 @@
+"""`python -m quantdiff`."""
+
+from quantdiff.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""`quantdiff profile` as a user runs it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantdiff import Profile
+from quantdiff.cli import main
+from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
+
+TEXT = "the king and the sea and the whale in the winter " * 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(folder, tiny_diffllama())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def refused(result, *words):
+    """Exit code 2, one sentence on stderr that has the words, no traceback."""
+    code, out, err = result
+    assert code == 2, (code, out, err)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    for word in words:
+        assert word in lines[0]
+
+
+def test_writes_what_the_contract_says(run, model, text, tmp_path):
+    out = tmp_path / "run"
+    code, shown, _ = run("profile", model, "--data", text, "--tokens", 200, "--seq-len", 64, "--out", out)  # fmt: skip
+    assert code == 0
+    assert {p.name for p in out.iterdir()} == {"profile.json", "profile.safetensors", "figures"}
+    assert {p.name for p in (out / "figures").iterdir()} == {
+        f"{name}.{kind}"
+        for name in ("layers", "heads", "magnitudes")
+        for kind in ("png", "svg", "csv")
+    }
+    profile = Profile.load(out)
+    assert profile.data["tokens"] == 200
+    assert profile.data["sequence_length"] == 64
+    assert profile.data["sequences"] == 4
+    assert len(profile.data["fingerprint"]) == 64
+    assert profile.model["layout"] == "halves"
+    assert "--seq-len 64" in profile.command
+    assert "top-100" in shown
+    assert str(out) in shown
+
+
+def test_json_is_the_file(run, model, text, tmp_path):
+    arguments = ("profile", model, "--data", text, "--tokens", 100, "--seq-len", 50)
+    code, out, err = run(*arguments, "--json", "--out", tmp_path / "a")
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "a" / "profile.json").read_text())
+    assert err == ""
+
+
+def test_batch_size_changes_nothing(run, model, text):
+    results = []
+    for size in (1, 3):
+        _, out, _ = run("profile", model, "--data", text, "--tokens", 300, "--seq-len", 64,
+                        "--batch-size", size, "--json")  # fmt: skip
+        results.append(json.loads(out))
+    a, b = results
+    assert a["data"] == b["data"]
+    for kind in ("attention_logits", "hidden_states"):
+        assert a[kind]["count"] == b[kind]["count"]
+        for n in (1, 2, 3, 10, 100):
+            assert a[kind][f"top{n}"] == pytest.approx(b[kind][f"top{n}"], rel=1e-5)
+
+
+class TestRefusals:
+    def test_unknown_model(self, run):
+        refused(run("profile", "no-such-model"), "no-such-model")
+
+    def test_folder_without_weights(self, run, model, tmp_path):
+        (tmp_path / "config.json").write_text((Path(model) / "config.json").read_text())
+        refused(run("profile", tmp_path), str(tmp_path))
+
+    def test_pickled_weights(self, run, model, tmp_path):
+        (tmp_path / "config.json").write_text((Path(model) / "config.json").read_text())
+        torch.save({}, tmp_path / "pytorch_model.bin")
+        refused(run("profile", tmp_path), "pytorch_model.bin", "pickle")
+
+    @pytest.mark.parametrize("tokens", [0, -5])
+    def test_tokens(self, run, model, text, tokens):
+        refused(run("profile", model, "--data", text, "--tokens", tokens), str(tokens))
+
+    def test_seq_len_beyond_the_context(self, run, model, text):
+        refused(run("profile", model, "--data", text, "--seq-len", 4096), "4096", "128")
+
+    def test_empty_text(self, run, model, tmp_path):
+        (tmp_path / "empty.txt").write_text("")
+        refused(run("profile", model, "--data", tmp_path / "empty.txt"), "empty.txt")
+
+    def test_missing_text(self, run, model, tmp_path):
+        refused(run("profile", model, "--data", tmp_path / "none.txt"), "none.txt")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+    def test_cuda_without_cuda(self, run, model, text):
+        refused(run("profile", model, "--data", text, "--device", "cuda"), "CUDA")
+
+    def test_unknown_attention(self, run, model, text):
+        refused(run("profile", model, "--data", text, "--attention", "fast"), "fast", "sdpa")
+
+    def test_another_run_in_the_folder(self, run, model, text, tmp_path):
+        arguments = ("profile", model, "--data", text, "--tokens", 60, "--seq-len", 30, "--out", tmp_path)  # fmt: skip
+        assert run(*arguments)[0] == 0
+        (tmp_path / "mine.txt").write_text("mine")
+        before = (tmp_path / "profile.json").read_text()
+        refused(run(*arguments), str(tmp_path), "--overwrite")
+        assert (tmp_path / "profile.json").read_text() == before
+        assert run(*arguments, "--overwrite")[0] == 0
+        assert (tmp_path / "mine.txt").read_text() == "mine"
+
+    def test_output_that_is_a_file(self, run, model, text, tmp_path):
+        (tmp_path / "file").write_text("")
+        refused(run("profile", model, "--data", text, "--out", tmp_path / "file"), "file")
+        refused(run("profile", model, "--data", text, "--out", tmp_path / "file" / "x"), "file")
+
+    def test_output_that_cannot_be_made(self, run, model, text):
+        refused(
+            run("profile", model, "--data", text, "--out", "/proc/quantdiff"), "/proc/quantdiff"
+        )
+
+    def test_ids_outside_the_vocabulary(self, run, text, tmp_path):
+        save_tiny(tmp_path, tiny_llama(vocab_size=200))
+        refused(run("profile", tmp_path, "--data", text, "--tokens", 500, "--seq-len", 100), "vocabulary of 200")  # fmt: skip
+
+    def test_nan_in_the_logits(self, run, text, tmp_path):
+        model = tiny_llama()
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight[8 * 3] = float("nan")
+        save_tiny(tmp_path / "model", model)
+        out = tmp_path / "run"
+        refused(run("profile", tmp_path / "model", "--data", text, "--tokens", 60, "--seq-len", 30, "--out", out), "layer 1, head 3")  # fmt: skip
+        assert not out.exists()
+        assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "quantdiff", *map(str, arguments)]
+
+
+def test_a_full_disk_leaves_nothing_behind(model, text, tmp_path):
+    # Files may not grow beyond 4 kB: every write beyond fails as on a full disk.
+    limited = f"ulimit -f 4; exec {' '.join(command('profile', model, '--data', text, '--tokens', 60, '--seq-len', 30, '--out', tmp_path / 'run'))}"  # fmt: skip
+    result = subprocess.run(
+        ["bash", "-c", f"trap '' XFSZ; {limited}"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2, result.stderr
+    assert "cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_saves_what_was_recorded(model, tmp_path):
+    long = tmp_path / "long.txt"
+    long.write_text(TEXT * 300)
+    process = subprocess.Popen(
+        command("profile", model, "--data", long, "--tokens", 300_000, "--seq-len", 64, "--out", tmp_path / "run"),
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    # A line says that recording has begun.
+    deadline = time.monotonic() + 60
+    for line in process.stderr:
+        if "recording" in line or time.monotonic() > deadline:
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    profile = Profile.load(tmp_path / "run")
+    assert profile.partial
+    assert 0 < profile.data["tokens"] < 300_000
+    assert profile.attention_logits.count > 0
+
+
+def test_help_shows_examples():
+    result = subprocess.run(
+        command("profile", "--help"), capture_output=True, text=True, check=True
+    )
+    assert "Examples" in result.stdout
+    assert "--seq-len" in result.stdout

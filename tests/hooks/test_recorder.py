@@ -1,0 +1,364 @@
+"""The recorder on small models: right numbers, and a model that never notices."""
+
+import copy
+import inspect
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+from transformers.modeling_utils import AttentionInterface
+
+from quantdiff import RecordingError, UsageError, record
+from quantdiff.statistics.storage import to_json
+from tests.reference import Materialised, check_profile
+from tests.tiny import build, tiny_diffllama, tiny_ids, tiny_llama
+
+MODELS = {"llama": tiny_llama, "diffllama": tiny_diffllama}
+# The cache argument was called past_key_values before.
+PARAMETERS = inspect.signature(LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in PARAMETERS else "past_key_values"
+ATTENTION = ["eager", "sdpa", "flex_attention"]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def padded(lengths, side, width=None, seed=0):
+    """A batch of random sequences of the given lengths, padded on one side."""
+    width = width or max(lengths)
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.int64), None
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        place = slice(width - length, width) if side == "left" else slice(0, length)
+        ids[row, place] = tiny_ids(1, length, seed=seed + row)[0]
+        mask[row, place] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def fit(x, width, side):
+    """Zeros on one side up to a width."""
+    missing = width - x.shape[1]
+    return torch.nn.functional.pad(x, (missing, 0) if side == "left" else (0, missing))
+
+
+def profile_of(model, *batches, **options):
+    with record(model, **options) as recorder:
+        for batch in batches:
+            model(**batch)
+    return recorder.profile()
+
+
+def numbers(profile):
+    """All statistics as one array, for comparison."""
+    frame = profile.to_frame()
+    return frame[["count", "absmax", "min", "max", "mean", "std", "kurtosis"]].to_numpy(float)
+
+
+def assert_same(a, b):
+    """The same statistics up to rounding, and the same largest values up to sequence numbers."""
+    assert np.allclose(numbers(a), numbers(b), rtol=1e-3, atol=1e-5, equal_nan=True)
+    for x, y in zip((a.attention_logits, a.hidden_states), (b.attention_logits, b.hidden_states), strict=True):  # fmt: skip
+        assert x.count == y.count
+        # Bins are exact counts of values that rounding may carry over an edge.
+        assert x.median == pytest.approx(y.median, rel=8e-3)
+        assert np.allclose(x.largest.values, y.largest.values, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", MODELS)
+class TestEveryNumber:
+    def test_equals_the_materialised_one(self, family, attention):
+        model = MODELS[family]()
+        model.set_attn_implementation(attention)
+        batches = [padded([30, 17, 24], "right"), padded([9, 30], "left", seed=7)]
+        before = [model(**batch).logits for batch in batches]
+        with record(model) as recorder:
+            during = [model(**batch).logits for batch in batches]
+        for x, y in zip(before, during, strict=True):
+            assert torch.equal(x, y)
+        check_profile(to_json(recorder.profile()), Materialised(model).run(batches))
+
+    def test_padding_side_changes_nothing(self, family, attention):
+        model = MODELS[family]()
+        model.set_attn_implementation(attention)
+        left = profile_of(model, padded([20, 31, 5], "left", 40))
+        right = profile_of(model, padded([20, 31, 5], "right", 40))
+        alone = profile_of(
+            model, *(padded([n], "right", seed=i) for i, n in enumerate([20, 31, 5]))
+        )
+        for other in (right, alone):
+            assert_same(left, other)
+            top, same = left.attention_logits.top(20), other.attention_logits.top(20)
+            assert [vars(x) | {"value": 0} for x in top] == [vars(x) | {"value": 0} for x in same]
+
+
+@given(
+    lengths=st.lists(st.integers(2, 24), min_size=1, max_size=5),
+    sides=st.lists(st.sampled_from(["left", "right"]), min_size=5, max_size=5),
+    cuts=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    extra=st.integers(0, 6),
+    seed=st.integers(0, 100),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_batches_padding_order_and_merging_change_nothing(lengths, sides, cuts, extra, seed, order):
+    model = tiny_diffllama()
+    single = [padded([n], "right", seed=seed + i) for i, n in enumerate(lengths)]
+    expected = profile_of(model, *single)
+    shuffled = list(enumerate(lengths))
+    order.shuffle(shuffled)
+    parts, merged = [], None
+    while shuffled:
+        size = cuts[len(parts) % len(cuts)]
+        group, shuffled = shuffled[:size], shuffled[size:]
+        rows = [padded([n], "right", seed=seed + i) for i, n in group]
+        width = max(n for _, n in group) + extra
+        side = sides[len(parts) % len(sides)]
+        batch = {name: torch.cat([fit(row[name], width, side) for row in rows]) for name in rows[0]}
+        parts.append(batch)
+    assert_same(expected, profile_of(model, *parts))
+    for part in parts:
+        profile = profile_of(model, part)
+        merged = profile if merged is None else merged.merge(profile)
+    assert_same(expected, merged)
+    assert merged.data == expected.data
+
+
+class TestCache:
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @pytest.mark.parametrize("side", ["left", None])
+    def test_prefill_and_decode_equal_one_pass(self, attention, side):
+        model = tiny_llama()
+        model.set_attn_implementation(attention)
+        batch = padded([18, 12], "left") if side else {"input_ids": tiny_ids(2, 18)}
+        whole = profile_of(model, batch)
+        with record(model) as recorder:
+            cache = None
+            for first, last in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 18)):
+                given = {"input_ids": batch["input_ids"][:, first:last]}
+                if side:
+                    given["attention_mask"] = batch["attention_mask"][:, :last]
+                    places = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+                    given["position_ids"] = places[:, first:last]
+                output = model(**given, use_cache=True, **{CACHE: cache})
+                cache = output[CACHE]
+        steps = recorder.profile()
+        if side:
+            # The one pass lets the model number the padded tokens: the same statistics need the
+            # same rotary positions.
+            positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+            whole = profile_of(model, {**batch, "position_ids": positions})
+        assert_same(whole, steps)
+        assert steps.data == whole.data
+        assert [vars(x) | {"value": 0} for x in whole.attention_logits.top(20)] == [
+            vars(x) | {"value": 0} for x in steps.attention_logits.top(20)
+        ]
+
+    def test_generation_is_one_sequence(self):
+        model = tiny_llama()
+        with record(model) as recorder:
+            tokens = model.generate(
+                tiny_ids(2, 6), max_new_tokens=5, do_sample=False, pad_token_id=2
+            )
+        assert_same(recorder.profile(), profile_of(model, {"input_ids": tokens[:, :-1]}))
+        assert recorder.profile().data["sequences"] == 2
+
+
+class TestDiffLlama:
+    def test_each_logit_counts_once_and_branches_are_the_halves(self):
+        profile = profile_of(tiny_diffllama(), {"input_ids": tiny_ids(2, 10)})
+        layers, heads = 2, 4
+        assert profile.attention_logits.count == layers * heads * 2 * 55
+        assert profile.model["layout"] == "halves"
+        frame = profile.to_frame()
+        logits = frame[frame.activation == "attention_logits"]
+        assert logits.branch.tolist() == [1, 1, 2, 2] * layers
+        assert all(x.branch == (1 if x.head < 2 else 2) for x in profile.attention_logits.top(100))
+
+
+class TestTheModelNeverNotices:
+    def state(self, model):
+        modules = dict(model.named_modules())
+        return (
+            {name: id(vars(m).get("config")) for name, m in modules.items()},
+            {
+                name: (len(m._forward_hooks), len(m._forward_pre_hooks))
+                for name, m in modules.items()
+            },
+            {name: sorted(vars(m)) for name, m in modules.items()},
+            dict(AttentionInterface._global_mapping),
+            model.config._attn_implementation,
+        )
+
+    @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+    def test_after_an_exception_in_the_forward(self, kind):
+        model = tiny_llama()
+        before = self.state(model)
+
+        def fail(*_):
+            raise kind("from inside")
+
+        handle = model.model.layers[1].mlp.register_forward_hook(fail)
+        with pytest.raises(kind, match="from inside"), record(model) as recorder:
+            model(input_ids=tiny_ids())
+        handle.remove()
+        assert self.state(model) == before
+        with record(model) as recorder:
+            model(input_ids=tiny_ids())
+        assert not recorder.profile().partial
+
+    def test_a_pass_that_failed_marks_the_profile_partial(self):
+        model = tiny_llama()
+        with record(model) as recorder:
+            model(input_ids=tiny_ids())
+            handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(input_ids=tiny_ids())
+            handle.remove()
+        assert recorder.profile().partial
+
+    def test_a_users_own_hooks_stay(self):
+        model = tiny_llama()
+        calls = []
+        model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+        profile_of(model, {"input_ids": tiny_ids()})
+        model(input_ids=tiny_ids())
+        assert len(calls) == 2
+
+    def test_another_model_of_the_same_config_object_is_not_recorded(self):
+        model = tiny_llama()
+        other = build(type(model), model.config, seed=1)
+        assert other.model.layers[0].self_attn.config is model.model.layers[0].self_attn.config
+        with record(model) as recorder:
+            model(input_ids=tiny_ids(1, 10))
+            other(input_ids=tiny_ids(3, 12))
+        assert recorder.profile().data["tokens"] == 10
+        assert recorder.profile().attention_logits.count == 2 * 4 * 55
+
+    def test_two_models_are_recorded_at_once_in_two_threads(self):
+        models = [tiny_llama(seed=i) for i in range(2)]
+        batches = [{"input_ids": tiny_ids(2, 20, seed=i)} for i in range(2)]
+        expected = [profile_of(m, *[b] * 5) for m, b in zip(models, batches, strict=True)]
+        recorders = [record(model) for model in models]
+
+        def run(i):
+            with torch.no_grad(), recorders[i]:
+                for _ in range(5):
+                    models[i](**batches[i])
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for recorder, profile in zip(recorders, expected, strict=True):
+            assert_same(recorder.profile(), profile)
+
+    def test_a_copy_made_while_recording_is_a_plain_model(self):
+        model = tiny_llama()
+        expected = model(input_ids=tiny_ids()).logits
+        with record(model):
+            other = copy.deepcopy(model.config)
+        assert type(other) is type(model.config)
+        assert torch.equal(model(input_ids=tiny_ids()).logits, expected)
+
+    def test_the_implementation_may_change_while_recording(self):
+        model, batch = tiny_llama(), {"input_ids": tiny_ids(2, 12)}
+        with record(model) as recorder:
+            for attention in ATTENTION:
+                model.set_attn_implementation(attention)
+                model(**batch)
+        assert model.config._attn_implementation == "flex_attention"
+        assert_same(recorder.profile(), profile_of(tiny_llama(), batch, batch, batch))
+
+
+class TestDtypes:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_statistics_are_fp32_of_what_the_model_multiplied(self, dtype, attention):
+        model = tiny_llama().to(dtype)
+        model.set_attn_implementation(attention)
+        batch = padded([30, 21], "right")
+        profile = profile_of(model, batch)
+        assert profile.model["dtype"] == str(dtype).removeprefix("torch.")
+        # Rounding to 8 bits of mantissa makes the two runs differ where sums round differently.
+        if attention == "eager":
+            check_profile(to_json(profile), Materialised(model).run([batch]))
+
+
+class TestRefusals:
+    def test_a_layer_that_never_runs(self):
+        model = tiny_llama()
+        model.config.num_hidden_layers = 1
+        with pytest.raises(RecordingError, match=r"never fired.*model\.layers\.1"), record(model):
+            model(input_ids=tiny_ids())
+
+    def test_a_recording_inside_a_recording(self):
+        model = tiny_llama()
+        with record(model), pytest.raises(RecordingError, match="recorded already"), record(model):
+            pass
+        profile_of(model, {"input_ids": tiny_ids()})
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_non_finite_logits_name_layer_and_head(self, bad):
+        model = tiny_llama()
+        model.model.layers[1].self_attn.q_proj.weight[8 * 2] = bad  # first row of head 2
+        with pytest.raises(RecordingError, match="layer 1, head 2"), record(model):
+            model(input_ids=tiny_ids())
+
+    def test_non_finite_hidden_states_name_the_layer(self):
+        model = tiny_llama()
+        model.model.layers[1].mlp.down_proj.weight[3] = float("nan")
+        with pytest.raises(RecordingError, match="hidden states of layer 1"), record(model):
+            model(input_ids=tiny_ids())
+
+    def test_an_attention_keyword_that_is_not_known(self):
+        model = tiny_llama()
+        with pytest.raises(RecordingError, match="strange_bias"), record(model):
+            model(input_ids=tiny_ids(), strange_bias=torch.ones(1))
+
+    def test_a_layer_called_by_itself(self):
+        model = tiny_llama()
+        hidden = torch.zeros(1, 4, 32)
+        embeddings = model.model.rotary_emb(hidden, torch.arange(4)[None])
+        with record(model), pytest.raises(RecordingError, match="outside of the recorded model"):
+            model.model.layers[0](hidden, position_embeddings=embeddings)
+
+    def test_a_model_without_dispatched_attention(self):
+        with pytest.raises(RecordingError, match="no attention layer"):
+            record(torch.nn.Linear(2, 2))
+
+    def test_nothing_recorded(self):
+        with record(tiny_llama()) as recorder:
+            pass
+        with pytest.raises(RecordingError, match="nothing was recorded"):
+            recorder.profile()
+
+    def test_options(self):
+        with pytest.raises(UsageError, match="'extremes' or 'full'"):
+            record(tiny_llama(), detail="some")
+        with pytest.raises(UsageError, match="top_k"):
+            record(tiny_llama(), top_k=-1)
+
+
+def test_the_decoder_alone_can_be_run():
+    model = tiny_llama()
+    with record(model) as recorder:
+        model.model(input_ids=tiny_ids(2, 12))
+    assert_same(recorder.profile(), profile_of(model, {"input_ids": tiny_ids(2, 12)}))
+
+
+def test_a_full_recording_contains_the_extremes():
+    model, batch = tiny_diffllama(), padded([20, 9], "right")
+    full, short = profile_of(model, batch), profile_of(model, batch, detail="extremes")
+    columns = ["count", "absmax", "min", "max"]
+    assert (full.to_frame()[columns] == short.to_frame()[columns]).to_numpy().all()
+    assert full.attention_logits.top(100) == short.attention_logits.top(100)
+    assert short.attention_logits.median is None
