@@ -10,7 +10,7 @@ RUNS ?= runs
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt quantdiff/statistics/_native.c \
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py quantdiff/statistics/_native.c \
 		quantdiff/statistics/_native.h quantdiff/statistics/_native_kernels.h
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip

@@ -83,8 +83,8 @@ class _Config:
             _quantdiff_inside=threading.local(),
         )
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc,override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return type(self._quantdiff_config)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,6 +1,7 @@
 """`quantdiff profile` as a user runs it."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,6 +49,11 @@ def run(monkeypatch, capsys):
     return run
 
 
+def small(model, text, *more):
+    """Arguments of a short profile."""
+    return ("profile", model, "--data", text, "--tokens", 60, "--seq-len", 30, *more)
+
+
 def refused(result, *words):
     """Exit code 2, one sentence on stderr that has the words, no traceback."""
     code, out, err = result
@@ -61,7 +67,8 @@ def refused(result, *words):
 
 def test_writes_what_the_contract_says(run, model, text, tmp_path):
     out = tmp_path / "run"
-    code, shown, _ = run("profile", model, "--data", text, "--tokens", 200, "--seq-len", 64, "--out", out)  # fmt: skip
+    code, shown, _ = run("profile", model, "--data", text, "--tokens", 200, "--seq-len", 64,
+                         "--out", out)  # fmt: skip
     assert code == 0
     assert {p.name for p in out.iterdir()} == {"profile.json", "profile.safetensors", "figures"}
     assert {p.name for p in (out / "figures").iterdir()} == {
@@ -137,7 +144,7 @@ class TestRefusals:
         refused(run("profile", model, "--data", text, "--attention", "fast"), "fast", "sdpa")
 
     def test_another_run_in_the_folder(self, run, model, text, tmp_path):
-        arguments = ("profile", model, "--data", text, "--tokens", 60, "--seq-len", 30, "--out", tmp_path)  # fmt: skip
+        arguments = small(model, text, "--out", tmp_path)
         assert run(*arguments)[0] == 0
         (tmp_path / "mine.txt").write_text("mine")
         before = (tmp_path / "profile.json").read_text()
@@ -158,7 +165,7 @@ class TestRefusals:
 
     def test_ids_outside_the_vocabulary(self, run, text, tmp_path):
         save_tiny(tmp_path, tiny_llama(vocab_size=200))
-        refused(run("profile", tmp_path, "--data", text, "--tokens", 500, "--seq-len", 100), "vocabulary of 200")  # fmt: skip
+        refused(run(*small(tmp_path, text)), "vocabulary of 200")
 
     def test_nan_in_the_logits(self, run, text, tmp_path):
         model = tiny_llama()
@@ -166,7 +173,7 @@ class TestRefusals:
             model.model.layers[1].self_attn.q_proj.weight[8 * 3] = float("nan")
         save_tiny(tmp_path / "model", model)
         out = tmp_path / "run"
-        refused(run("profile", tmp_path / "model", "--data", text, "--tokens", 60, "--seq-len", 30, "--out", out), "layer 1, head 3")  # fmt: skip
+        refused(run(*small(tmp_path / "model", text, "--out", out)), "layer 1, head 3")
         assert not out.exists()
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
@@ -177,10 +184,11 @@ def command(*arguments):
 
 def test_a_full_disk_leaves_nothing_behind(model, text, tmp_path):
     # Files may not grow beyond 4 kB: every write beyond fails as on a full disk.
-    limited = f"ulimit -f 4; exec {' '.join(command('profile', model, '--data', text, '--tokens', 60, '--seq-len', 30, '--out', tmp_path / 'run'))}"  # fmt: skip
+    profile = shlex.join(command(*small(model, text, "--out", tmp_path / "run")))
     result = subprocess.run(
-        ["bash", "-c", f"trap '' XFSZ; {limited}"], capture_output=True, text=True, check=False
-    )
+        ["bash", "-c", f"trap '' XFSZ; ulimit -f 4; exec {profile}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert result.returncode == 2, result.stderr
     assert "cannot be written" in result.stderr
     assert "Traceback" not in result.stderr
@@ -191,7 +199,8 @@ def test_ctrl_c_saves_what_was_recorded(model, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text(TEXT * 300)
     process = subprocess.Popen(
-        command("profile", model, "--data", long, "--tokens", 300_000, "--seq-len", 64, "--out", tmp_path / "run"),
+        command("profile", model, "--data", long, "--tokens", 300_000, "--seq-len", 64,
+                "--out", tmp_path / "run"),
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     # A line says that recording has begun.

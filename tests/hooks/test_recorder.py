@@ -64,7 +64,8 @@ def numbers(profile):
 def assert_same(a, b):
     """The same statistics up to rounding, and the same largest values up to sequence numbers."""
     assert np.allclose(numbers(a), numbers(b), rtol=1e-3, atol=1e-5, equal_nan=True)
-    for x, y in zip((a.attention_logits, a.hidden_states), (b.attention_logits, b.hidden_states), strict=True):  # fmt: skip
+    for kind in ("attention_logits", "hidden_states"):
+        x, y = getattr(a, kind), getattr(b, kind)
         assert x.count == y.count
         # Bins are exact counts of values that rounding may carry over an edge.
         assert x.median == pytest.approx(y.median, rel=8e-3)
