@@ -31,7 +31,8 @@ from quantdiff.versions import versions
 
 COLUMNS = ("seconds", "time ×", "peak memory ×", "peak MiB")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-VARIANTS = ("plain", "extremes", "full", "full in plain torch", "eager", "materialised")
+FAST = ("plain", "extremes", "full")
+SLOW = ("full in plain torch", "eager", "materialised")
 
 
 class Materialising:
@@ -128,21 +129,25 @@ def lens(model: torch.nn.Module) -> Callable[[torch.Tensor], None]:
 
 
 def timings(runs: dict[str, Callable], ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each variant, interleaved; the first round is not kept."""
+    """Seconds of each variant, interleaved, after a short pass of each to warm up."""
     kept: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
+    for run in runs.values():
+        run(ids[:, :256])
+    for _ in range(rounds):
         for name, run in runs.items():
             begin = time.perf_counter()
             run(ids)
-            if turn:
-                kept[name].append(time.perf_counter() - begin)
+            kept[name].append(time.perf_counter() - begin)
     return kept
 
 
-def peak(folder: str, variant: str, length: int, head: bool) -> int:
-    """Peak resident bytes of one pass, model included: the median of three fresh processes."""
+def peak(folder: str, variant: str, length: int, head: bool, processes: int = 3) -> int:
+    """Peak resident bytes of one pass, model included: the median over fresh processes."""
     command = [sys.executable, __file__, "--peak", folder, variant, str(length), str(int(head))]
-    runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(3)]
+    runs = [
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        for _ in range(processes)
+    ]
     return int(statistics.median(int(run.stdout) for run in runs))
 
 
@@ -169,17 +174,17 @@ def compare(
 ) -> tuple[Table, dict[str, Any]]:
     """Every variant beside the plain forward; the slow ones in rounds of their own."""
     rows: dict[str, Any] = {}
-    groups = [("plain", "extremes", "full"), ("plain", *VARIANTS[3:])]
+    groups = [FAST, ("plain", *SLOW)] if head else [FAST]
     for i, names in enumerate(groups):
         runs = {name: runner(model, name, head) for name in names}
         if i and head and importlib.util.find_spec("transformer_lens"):
             runs["TransformerLens"] = lens(model)
-        seconds = timings(runs, ids, max(2, rounds // 3) if i else rounds)
+        seconds = timings(runs, ids, 3 if i else rounds)
         base = statistics.median(seconds["plain"])
         for name, taken in seconds.items():
             rows.setdefault(name, {"seconds": taken, "ratio": statistics.median(taken) / base})
-    for name in VARIANTS:
-        rows[name]["peak"] = peak(folder, name, ids.shape[1], head)
+    for name in set(rows) & {*FAST, *SLOW}:
+        rows[name]["peak"] = peak(folder, name, ids.shape[1], head, 1 if name in SLOW else 5)
     table = Table("variant", *(Column(c, justify="right") for c in COLUMNS))
     for name, row in rows.items():
         memory = ["–", "–"]
@@ -203,9 +208,9 @@ def growth(
     for length in lengths:
         shown = [name for name in names if name != "materialised" or length <= 2048]
         runs = {name: runner(model, name, False) for name in shown}
-        seconds = timings(runs, text_ids(tokenizer, length), 2)
+        seconds = timings(runs, text_ids(tokenizer, length), 1 if length > 4096 else 3)
         medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-        peaks = {name: peak(folder, name, length, False) for name in shown}
+        peaks = {name: peak(folder, name, length, False, 1) for name in shown}
         table.add_row(
             str(length),
             *(f"{medians[name]:.2f}" if name in medians else "–" for name in names),
