@@ -8,7 +8,7 @@ setup(
             "quantdiff.statistics._native",
             sources=["quantdiff/statistics/_native.c"],
             depends=["quantdiff/statistics/_native.h", "quantdiff/statistics/_native_kernels.h"],
-            extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
+            extra_compile_args=["-O3", "-std=gnu11", "-pthread", "-fno-fast-math"],
             extra_link_args=["-pthread"],
             optional=True,  # without a C compiler plain torch serves
         )

@@ -26,6 +26,9 @@ Examples:
 """
 
 
+OWNED = ("profile.safetensors", "figures/layers.*", "figures/heads.*", "figures/magnitudes.*")
+
+
 class Detail(StrEnum):
     """How much is kept."""
 
@@ -77,7 +80,7 @@ def profile(
         stage = None
         if out is not None:
             stage = stack.enter_context(
-                staged_folder(out, marker="profile.json", overwrite=overwrite)
+                staged_folder(out, marker="profile.json", owned=OWNED, overwrite=overwrite)
             )
         loaded, tokenizer = load(
             model, dtype=dtype, device=device, attention=attention,

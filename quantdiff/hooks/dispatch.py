@@ -7,6 +7,7 @@ are those of the real implementation, the hook calls that implementation for the
 other model, in this thread or another, ever meets the hook.
 """
 
+import copy
 import sys
 import threading
 from collections import Counter
@@ -30,9 +31,10 @@ class AttentionCall:
         key: (B, G, M, D), cached keys included, not repeated over groups.
         mask: as the function receives it: a tensor, a block mask, or None.
         options: the remaining keywords.
+        recorded: left by the observer for itself.
     """
 
-    __slots__ = ("implementation", "key", "mask", "module", "options", "query")
+    __slots__ = ("implementation", "key", "mask", "module", "options", "query", "recorded")
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class AttentionCall:
         self.key = key
         self.mask = mask
         self.options = options
+        self.recorded: Any = None
 
 
 class Observer(Protocol):
@@ -56,6 +59,9 @@ class Observer(Protocol):
 
     def attention(self, call: AttentionCall) -> None:
         """Look at a call before it is computed; must change nothing."""
+
+    def attended(self, call: AttentionCall, output: Any) -> None:
+        """Look at what the call gave; must change nothing."""
 
 
 class _Name(str):
@@ -92,6 +98,12 @@ class _Config:
         if name.startswith("_quantdiff"):
             raise AttributeError(name)
         return getattr(self._quantdiff_config, name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._quantdiff_config, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._quantdiff_config.__reduce_ex__(protocol)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._quantdiff_config, name, value)
@@ -141,14 +153,15 @@ def _observed_attention(
             "load the model with attention='sdpa'"
         )
     attend = table.get_interface(name, default)
-    config._quantdiff_observer.attention(
-        AttentionCall(module, name, query, key, attention_mask, options)
-    )
+    call = AttentionCall(module, name, query, key, attention_mask, options)
+    config._quantdiff_observer.attention(call)
     config._quantdiff_inside.value = True
     try:
-        return attend(module, query, key, value, attention_mask, **options)
+        output = attend(module, query, key, value, attention_mask, **options)
     finally:
         config._quantdiff_inside.value = False
+    config._quantdiff_observer.attended(call, output)
+    return output
 
 
 def _default_attention(caller: Any) -> Callable[..., Any] | None:

@@ -1,45 +1,100 @@
-"""Where the decoder layers are: the repeated block list that holds the attention modules."""
+"""Where the layers are whose outputs form the residual stream."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
-from quantdiff.errors import RecordingError
+from quantdiff.errors import RecordingError, UsageError
 
-__all__ = ["decoder_layers"]
+__all__ = ["block_list", "layer_of", "named_layers", "owning_list"]
+
+Layers = list[tuple[str, nn.Module]]
 
 
-def decoder_layers(
-    model: nn.Module, attention: Sequence[str]
-) -> tuple[list[tuple[str, nn.Module]], list[int]]:
-    """The layers whose outputs form the residual stream, and each attention module's layer.
+def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, list[str]]:
+    """The list of layers that holds a decoder's attention modules.
 
     Args:
-        model: any model.
+        model: a transformers model.
         attention: names of its attention modules.
 
     Returns:
-        Names and modules of the layers in order; for each attention module its layer's index.
+        Names and modules of the layers in order, and the attention modules that stand in them: of
+        a model with towers, those of the text decoder.
 
     Raises:
-        RecordingError: no block list, or more than one, holds the attention modules.
+        RecordingError: no list, or more than one, holds the decoder's attention modules.
     """
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    owners = []
-    for site in attention:
-        parts = site.split(".")
-        prefixes = [".".join(parts[:i]) for i in range(1, len(parts))]
-        owner = next((prefix for prefix in prefixes if prefix in lists), None)
-        if owner is None:
-            raise RecordingError(f"the attention module {site} stands in no list of layers")
-        owners.append(owner)
-    if len(set(owners)) != 1:
-        found = ", ".join(sorted(set(owners)))
+    owners = {site: _outermost(site, lists) for site in attention}
+    if None in owners.values():
+        site = next(site for site, owner in owners.items() if owner is None)
+        raise RecordingError(f"the attention module {site} stands in no list of layers")
+    found = sorted({owner for owner in owners.values() if owner is not None})
+    if len(found) > 1:
+        decoder = _decoder_name(model)
+        inside = [name for name in found if decoder and name.startswith(f"{decoder}.")]
+        found = inside or found
+    if len(found) != 1:
         raise RecordingError(
-            f"attention modules stand in more than one list of layers ({found}); "
+            f"attention modules stand in more than one list of layers ({', '.join(found)}); "
             "quantdiff records decoder-only models"
         )
-    owner = owners[0]
-    layers = [(f"{owner}.{i}", layer) for i, layer in enumerate(lists[owner])]
-    at = len(owner) + 1
-    return layers, [int(site[at:].split(".")[0]) for site in attention]
+    layers = [(f"{found[0]}.{i}", layer) for i, layer in enumerate(lists[found[0]])]
+    return layers, [site for site in attention if owners[site] == found[0]]
+
+
+def block_list(model: nn.Module) -> Layers:
+    """The largest list of like blocks of a model that says nothing about itself.
+
+    Raises:
+        RecordingError: there is none; the remedy is to name the layers.
+    """
+    best, size = None, 0
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
+            continue
+        weights = sum(p.numel() for p in module.parameters())
+        if len({type(child) for child in module}) == 1 and weights > size:
+            best, size = (name, module), weights
+    if best is None:
+        raise RecordingError(
+            f"{type(model).__name__} has no list of like blocks; name its layers: "
+            "record(model, layers=['…', …])"
+        )
+    name, module = best
+    prefix = f"{name}." if name else ""
+    return [(f"{prefix}{i}", layer) for i, layer in enumerate(module)]
+
+
+def named_layers(model: nn.Module, names: Sequence[str]) -> Layers:
+    """The modules of these names.
+
+    Raises:
+        UsageError: a name that the model does not have.
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            raise UsageError(f"{type(model).__name__} has no module {name!r}")
+    return [(name, modules[name]) for name in names]
+
+
+def layer_of(site: str, layers: Layers) -> int | None:
+    """Index of the layer in which a module stands, or None."""
+    for i, (name, _) in enumerate(layers):
+        if site == name or site.startswith(f"{name}."):
+            return i
+    return None
+
+
+def _outermost(site: str, lists: dict[str, nn.ModuleList]) -> str | None:
+    parts = site.split(".")
+    prefixes = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return next((prefix for prefix in prefixes if prefix in lists), None)
+
+
+def _decoder_name(model: nn.Module) -> str | None:
+    get = getattr(model, "get_decoder", None)
+    decoder = get() if callable(get) else None
+    return next((name for name, module in model.named_modules() if module is decoder), None)

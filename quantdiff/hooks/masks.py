@@ -10,9 +10,10 @@ from torch import Tensor
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.dispatch import AttentionCall
+from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.statistics import Visible
 
-__all__ = ["Bias", "check_options", "read_mask"]
+__all__ = ["Bias", "check_options", "position_bias", "read_mask", "read_sdpa"]
 
 Bias = Callable[[int, int], Tensor]
 
@@ -23,8 +24,8 @@ _ROWS = 256  # of a mask looked at in one go
 _HARMLESS = {
     "cache_position", "deterministic", "dropout", "is_causal", "kernel_options", "layer_idx",
     "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
-    "position_ids", "return_dict", "s_aux", "scaling", "sliding_window", "softcap", "training",
-    "use_cache",
+    "position_bias", "position_ids", "return_dict", "s_aux", "scaling", "sliding_window", "softcap",
+    "training", "use_cache",
 }  # fmt: skip
 
 
@@ -61,7 +62,39 @@ def read_mask(call: AttentionCall) -> tuple[Visible, Bias | None]:
     return reader(call)
 
 
-def _sizes(call: AttentionCall) -> tuple[int, int, int]:
+def read_sdpa(call: SdpaCall) -> tuple[Visible, Bias | None]:
+    """The same for a bare scaled_dot_product_attention call."""
+    batch, _, rows, _ = call.query.shape
+    keys, device = call.key.shape[2], call.query.device
+    if call.is_causal:
+        return _upper_left(batch, rows, keys, device), None
+    if call.mask is None:
+        return Visible.everything(batch, rows, keys, device), None
+    return _from_tensor(call, call.mask)
+
+
+def position_bias(call: AttentionCall, bias: Bias | None) -> Bias | None:
+    """What is added to the logits in all: the mask's bias and a `position_bias` keyword."""
+    added = call.options.get("position_bias")
+    if added is None:
+        return bias
+    rows, keys = call.query.shape[2], call.key.shape[2]
+    if added.dim() != 4 or added.shape[2] not in (1, rows) or added.shape[3] < keys:
+        raise RecordingError(f"a position_bias of shape {tuple(added.shape)} is not known")
+    added = added[..., :keys].expand(-1, -1, rows, -1)
+    if bias is None:
+        return lambda i, j: added[:, :, i:j]
+    return lambda i, j: added[:, :, i:j] + bias(i, j)
+
+
+def _upper_left(batch: int, rows: int, keys: int, device: torch.device) -> Visible:
+    """Causal, counted from the upper left: the first query sees the first key only."""
+    visible = Visible.causal(batch, rows, rows, device)
+    visible.stop = visible.stop.clamp(max=keys)
+    return visible
+
+
+def _sizes(call: AttentionCall | SdpaCall) -> tuple[int, int, int]:
     return call.query.shape[0], call.query.shape[2], call.key.shape[2]
 
 
@@ -73,6 +106,7 @@ def _is_causal(call: AttentionCall) -> bool:
 def _eager(call: AttentionCall) -> tuple[Visible, Bias | None]:
     if call.mask is None:
         return Visible.everything(*_sizes(call), call.query.device), None
+    _refuse_bool(call)
     return _from_tensor(call, call.mask)
 
 
@@ -81,10 +115,7 @@ def _sdpa(call: AttentionCall) -> tuple[Visible, Bias | None]:
     if call.mask is not None:
         return _from_tensor(call, call.mask)
     if rows > 1 and _is_causal(call):
-        # The causal flag counts from the upper left: the first query sees the first key only.
-        visible = Visible.causal(batch, rows, rows, call.query.device)
-        visible.stop = visible.stop.clamp(max=keys)
-        return visible, None
+        return _upper_left(batch, rows, keys, call.query.device), None
     return Visible.everything(batch, rows, keys, call.query.device), None
 
 
@@ -95,6 +126,9 @@ def _flex(call: AttentionCall) -> tuple[Visible, Bias | None]:
     if call.mask is None:
         return Visible.everything(batch, rows, keys, call.query.device), None
     if not isinstance(call.mask, BlockMask):
+        _refuse_bool(call)
+        if call.mask.shape[1] != 1:
+            raise RecordingError("flex_attention reads the first head of a mask of many only")
         return _from_tensor(call, call.mask)
     function, device = call.mask.mask_mod, call.query.device
     heads = call.mask.shape[1]
@@ -110,23 +144,36 @@ def _flex(call: AttentionCall) -> tuple[Visible, Bias | None]:
     return _from_rows(mask_rows, batch, rows, keys, device), None
 
 
+def _refuse_bool(call: AttentionCall) -> None:
+    """A boolean mask that is added to the logits masks nothing."""
+    if isinstance(call.mask, Tensor) and call.mask.dtype == torch.bool:
+        raise RecordingError(
+            f"{call.implementation} attention adds its mask to the logits; a boolean one would "
+            "mask nothing"
+        )
+
+
 def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
     batch, rows, keys = _sizes(call)
     device = call.query.device
-    if _is_causal(call) and rows > 1:
-        visible = Visible.causal(batch, rows, keys, device)  # aligned at the lower right
-    else:
-        visible = Visible.everything(batch, rows, keys, device)
-    window = call.options.get("sliding_window")
-    if window is not None:
-        last = torch.arange(keys - rows + 1, keys + 1, dtype=torch.int32, device=device)
-        visible.start = torch.maximum(visible.start, last - window)
     if call.mask is not None:
         if call.mask.dim() != 2:
             raise RecordingError(
                 f"flash attention with a mask of {call.mask.dim()} dimensions is not known"
             )
-        kept = call.mask[:, None, None, -keys:].bool()
+        keys = min(keys, call.mask.shape[1])  # the rest of a static cache is cut off
+    visible = Visible.everything(batch, rows, keys, device)
+    # The last query stands at the last key.
+    here = torch.arange(keys - rows, keys, dtype=torch.int32, device=device)
+    window = call.options.get("sliding_window")
+    if window is not None:
+        visible.start = torch.maximum(visible.start, here - window + 1)
+        visible.stop = torch.minimum(visible.stop, here + window)
+    if _is_causal(call):
+        visible.stop = torch.minimum(visible.stop, here + 1)
+    if call.mask is not None:
+        kept = torch.zeros(batch, 1, 1, call.key.shape[2], dtype=torch.bool, device=device)
+        kept[..., :keys] = call.mask[:, None, None, -keys:].bool()
         visible.mask = lambda first, last: kept.expand(-1, -1, last - first, -1)
     return visible, None
 
@@ -141,12 +188,23 @@ _READERS: dict[str, Callable[[AttentionCall], tuple[Visible, Bias | None]]] = {
 }
 
 
-def _from_tensor(call: AttentionCall, mask: Tensor) -> tuple[Visible, Bias | None]:
+def _from_tensor(call: AttentionCall | SdpaCall, mask: Tensor) -> tuple[Visible, Bias | None]:
     batch, rows, keys = _sizes(call)
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] not in (1, rows):
+    heads = call.query.shape[1]
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dim() != 4
+        or mask.shape[0] not in (1, batch)
+        or mask.shape[1] not in (1, heads)
+        or mask.shape[2] not in (1, rows)
+        or (mask.shape[3] < keys and mask.shape[3] != 1)
+    ):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise RecordingError(f"an attention mask of shape {shape} is not known")
-    mask = mask[..., :keys].expand(-1, -1, rows, -1)
+        raise RecordingError(
+            f"an attention mask of shape {shape} over {rows} queries and {keys} keys is not known"
+        )
+    width = -1 if mask.shape[3] > 1 else keys
+    mask = mask[..., :keys].expand(-1, -1, rows, width)
     if mask.dtype == torch.bool:
         return _from_rows(lambda i, j: mask[:, :, i:j], batch, rows, keys, mask.device), None
     # The fill may be -inf or the dtype's minimum, or a sum of several of them: what lies in the

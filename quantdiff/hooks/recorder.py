@@ -1,55 +1,28 @@
-"""Recording: forward hooks on every decoder layer, and one between q·kᵀ and softmax in each."""
+"""Recording: hooks on every layer's output, and one between q·kᵀ and softmax in each layer."""
 
-import inspect
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Callable
-from typing import Any, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from quantdiff.attention.layouts import branches
 from quantdiff.errors import RecordingError, UsageError
 from quantdiff.hooks import dispatch
-from quantdiff.hooks.layers import decoder_layers
-from quantdiff.hooks.masks import Bias, check_options, read_mask
+from quantdiff.hooks.check import check_weights
+from quantdiff.hooks.kept import Detail, Kept
+from quantdiff.hooks.layers import block_list, layer_of, named_layers, owning_list
+from quantdiff.hooks.masks import Bias, check_options, position_bias, read_mask, read_sdpa
+from quantdiff.hooks.passes import Entrance, Pass, arguments, cache_of, in_backward, is_entered
+from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
 from quantdiff.hooks.sequences import Batch, Sequences
 from quantdiff.models import describe
 from quantdiff.models.families import layout_of
-from quantdiff.statistics import (
-    NonFiniteError,
-    SiteStatistics,
-    Visible,
-    measure_logits,
-    measure_values,
-)
-from quantdiff.statistics.profile import (
-    DEFINITIONS,
-    AttentionLogits,
-    HiddenStates,
-    Profile,
-)
+from quantdiff.statistics import Visible
+from quantdiff.statistics.profile import DEFINITIONS, HiddenStates, Profile
 from quantdiff.versions import versions
 
 __all__ = ["Recorder", "record"]
-
-Detail = Literal["extremes", "full"]
-
-
-class _Pass:
-    """What is known of the forward pass under way in one thread."""
-
-    def __init__(self, batch: Batch, owner: nn.Module) -> None:
-        self.batch = batch
-        self.owner = owner
-        self.fired: Counter[str] = Counter()
-        # Weakly: held, the queries and keys of all layers would outweigh the activations.
-        self.seen: dict[str, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
-        self.masks: dict[Any, tuple[Any, Visible, Bias | None]] = {}
 
 
 class Recorder:
@@ -59,54 +32,69 @@ class Recorder:
     by an exception, nothing of the recorder remains on the model. See `record`.
     """
 
-    def __init__(self, model: nn.Module, *, top_k: int, detail: Detail, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        top_k: int,
+        detail: Detail,
+        layers: Sequence[str] | None,
+        compiled: bool,
+    ) -> None:
         if detail not in ("extremes", "full"):
             raise UsageError(f"detail is 'extremes' or 'full', not {detail!r}")
         if top_k < 0:
             raise UsageError(f"top_k is 0 or more, not {top_k}")
+        _refuse(model)
         self._model = model
-        self._compiled = compiled
         self._detail: Detail = detail
-        self._top_k = top_k
         self._local = threading.local()
         self._lock = threading.Lock()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._wrapped: list[Entrance] = []
         self._sequences = Sequences()
         self._interrupted = False
-        self._attention = dispatch.attention_modules(model)
-        if not self._attention:
-            raise RecordingError(
-                f"{type(model).__name__} has no attention layer that goes through transformers' "
-                "attention dispatch; its logits cannot be reached"
-            )
-        names = [name for name, _ in self._attention]
-        self._layers, layer_of = decoder_layers(model, names)
-        self._layer_of = dict(zip(names, layer_of, strict=True))
-        self._names = {module: name for name, module in self._attention}
+        self._checked: set[str] = set()
+        self._find(layers)
         self._layout = layout_of(model)
-        full = detail == "full"
-        self._logit_sites: dict[str, SiteStatistics] = {}
-        self._hidden_sites = {
-            name: SiteStatistics.empty(name, i, 1, full=full, rank=top_k, coordinates=4)
-            for i, (name, _) in enumerate(self._layers)
-        }
+        self._kept = Kept(self._layers, top_k=top_k, detail=detail, compiled=compiled)
+
+    def _find(self, layers: Sequence[str] | None) -> None:
+        """The layers and, where they ask transformers' dispatch, the attention modules."""
+        found = dispatch.attention_modules(self._model)
+        if not found:
+            # Calls of scaled_dot_product_attention are looked for while the model runs.
+            self._layers = named_layers(self._model, layers) if layers else block_list(self._model)
+            self._attention: list[tuple[str, nn.Module]] = []
+        else:
+            names = [name for name, _ in found]
+            if layers:
+                self._layers = named_layers(self._model, layers)
+                kept = [name for name in names if layer_of(name, self._layers) is not None]
+            else:
+                self._layers, kept = owning_list(self._model, names)
+            self._attention = [(name, module) for name, module in found if name in set(kept)]
+        self._names = {module: name for name, module in self._attention}
 
     def __enter__(self) -> Self:
-        if any(dispatch.is_hooked(module) for _, module in self._attention):
+        if any(dispatch.is_hooked(module) for _, module in self._attention) or is_entered(
+            self._model
+        ):
             raise RecordingError(
                 "this model is being recorded already; leave that recording before another begins"
             )
         try:
             dispatch.hook([module for _, module in self._attention], self)
             for module in self._entrances():
+                self._wrapped.append(Entrance(module, self._pass))
+            watched = self._attention or list(self._model.named_modules())[1:]
+            for name, module in watched:
                 self._handles += [
-                    module.register_forward_pre_hook(self._enter_pass, with_kwargs=True),
-                    module.register_forward_hook(
-                        self._leave_pass, with_kwargs=True, always_call=True
-                    ),
+                    module.register_forward_pre_hook(self._entering(name)),
+                    module.register_forward_hook(self._leaving(name), always_call=True),
                 ]
-            for i, (name, layer) in enumerate(self._layers):
-                self._handles.append(layer.register_forward_hook(self._layer_hook(i, name)))
+            for name, layer in self._layers:
+                self._handles.append(layer.register_forward_hook(self._layer_hook(name)))
         except BaseException:
             self._remove()
             raise
@@ -126,14 +114,9 @@ class Recorder:
         Raises:
             RecordingError: nothing was recorded yet.
         """
-        with self._lock:
+        with self._lock, self._kept.lock:
             if not self._sequences.tokens:
                 raise RecordingError("nothing was recorded: the model did not run in the context")
-            branch_of = {
-                site.layer: branches(self._layout, site.groups)
-                for site in self._logit_sites.values()
-            }
-            order = sorted(self._logit_sites.values(), key=lambda site: site.layer)
             recorded = Profile(
                 model={**describe(self._model), "layout": self._layout, "lambda": None},
                 data={
@@ -146,53 +129,74 @@ class Recorder:
                 detail=self._detail,
                 partial=partial or self._interrupted,
                 versions=versions(),
-                attention_logits=AttentionLogits(order, branch_of),
-                hidden_states=HiddenStates(list(self._hidden_sites.values())),
+                attention_logits=self._kept.attention_logits(self._layout),
+                hidden_states=HiddenStates(list(self._kept.hidden_sites.values())),
             )
             return recorded.copy()
 
     # The passes
 
     def _entrances(self) -> list[nn.Module]:
-        """The modules through which a pass may begin: the model and the decoder inside it."""
+        """The modules through which a pass may begin: the model and the decoders inside it."""
+        if not self._attention:
+            return [self._model]
         from transformers import PreTrainedModel
 
-        owners = self._layers[0][0].split(".")
+        path = self._layers[0][0].split(".")
         found = [self._model]
         for name, module in self._model.named_modules():
-            inside = name.split(".") == owners[: len(name.split("."))]
+            inside = name.split(".") == path[: len(name.split("."))]
             if module is not self._model and inside and isinstance(module, PreTrainedModel):
                 found.append(module)
         return found
 
-    def _enter_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if getattr(self._local, "now", None) is not None:
-            return  # the decoder inside the model whose pass has begun
-        given = _arguments(module, args, kwargs)
+    def _pass(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a forward; the outermost one is a pass."""
+        if torch.compiler.is_compiling():
+            raise RecordingError("a model cannot be recorded inside torch.compile; run it plainly")
+        if getattr(self._local, "now", None) is not None or in_backward():
+            return forward(*args, **kwargs)  # the decoder inside the model whose pass has begun
+        given = arguments(forward, args, kwargs)
+        with self._lock:
+            self._local.now = now = Pass(self._describe(given))
+        try:
+            if self._attention:
+                output = forward(*args, **kwargs)
+            else:
+                with SdpaMode(self._sdpa):
+                    output = forward(*args, **kwargs)
+            self._check_complete(now)
+        except BaseException:
+            self._interrupted = True  # some layers have seen the pass, others not
+            raise
+        finally:
+            self._local.now = None
+        cache = cache_of(output) if isinstance(output, dict | tuple) else None
+        cache = cache_of(given) if cache is None else cache
+        with self._lock:
+            self._sequences.end(now.batch, cache)
+        return output
+
+    def _describe(self, given: dict[str, Any]) -> Batch:
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            tokens = next((x for x in given.values() if isinstance(x, Tensor)), None)
         if tokens is None:
             raise RecordingError("a recorded model is called with input_ids or inputs_embeds")
         mask = given.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        with self._lock:
-            batch = self._sequences.begin(tokens.shape[0], tokens.shape[1], mask, _cache(given))
-            # Reserved now, so that passes in other threads get other numbers.
-            self._sequences.sequences = max(
-                self._sequences.sequences, batch.first + tokens.shape[0]
-            )
-        self._local.now = _Pass(batch, module)
+        # An image's tokens are known only when its first layer runs.
+        length = 0 if tokens.dim() > 3 else tokens.shape[1] if tokens.dim() > 1 else 1
+        return self._sequences.begin(tokens.shape[0], length, mask, cache_of(given))
 
-    def _leave_pass(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        now = getattr(self._local, "now", None)
-        if now is None or now.owner is not module:
-            return
-        self._local.now = None
-        if output is None:  # left by an exception: some layers have seen the pass, others not
-            self._interrupted = True
-            return
+    def _check_complete(self, now: Pass) -> None:
         expected = [name for name, _ in self._attention] + [name for name, _ in self._layers]
         silent = [name for name in expected if not now.fired[name]]
         if silent:
@@ -200,13 +204,15 @@ class Recorder:
                 f"{len(silent)} hooks never fired in a forward pass, the first at {silent[0]}; "
                 "the recording would lack these layers"
             )
-        cache = _cache(output) if isinstance(output, dict | tuple) else None
-        cache = _cache(_arguments(module, args, kwargs)) if cache is None else cache
-        with self._lock:
-            self._sequences.end(now.batch, cache)
+        if not self._attention and not any(now.fired[name] for name in self._kept.logit_sites):
+            raise RecordingError(
+                f"no attention was seen in {type(self._model).__name__}: it calls neither "
+                "transformers' attention dispatch nor scaled_dot_product_attention; a transformers "
+                "model may do so when it is loaded with attention='sdpa'"
+            )
 
-    def _current(self, name: str) -> _Pass:
-        now: _Pass | None = getattr(self._local, "now", None)
+    def _current(self, name: str) -> Pass:
+        now: Pass | None = getattr(self._local, "now", None)
         if now is None:
             raise RecordingError(
                 f"{name} was called outside of the recorded model's forward pass; quantdiff cannot "
@@ -216,124 +222,170 @@ class Recorder:
 
     # The hooks
 
+    def _entering(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            now: Pass | None = getattr(self._local, "now", None)
+            if now is not None and not in_backward():
+                now.entered[name] += 1
+                now.stack.append(name)
+
+        return hook
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            now: Pass | None = getattr(self._local, "now", None)
+            if now is not None and not in_backward() and now.stack:
+                now.stack.pop()
+
+        return hook
+
     def attention(self, call: dispatch.AttentionCall) -> None:
         """Record one attention call; called by the dispatch hook."""
+        if in_backward():
+            return
         name = self._names[call.module]
         now = self._current(name)
         now.fired[name] += 1
-        before = now.seen.get(name)
-        if before is not None:
-            # DiffLlama attends twice with the same queries and keys, once for each half of V.
-            if before[0]() is call.query and before[1]() is call.key:
-                return
+        repeat = now.is_repeat(name, call.query, call.key)
+        if repeat:
+            return
+        if repeat is None:
             raise RecordingError(
-                f"{name} attends more than once in a forward pass, with other queries or keys; "
-                "quantdiff would count its logits twice"
+                f"{name} attends more than once in one call, with other queries or keys; quantdiff "
+                "does not know what that means"
             )
-        now.seen[name] = (weakref.ref(call.query), weakref.ref(call.key))
         check_options(call)
+        visible, bias = self._visible(now, call, call.mask, lambda: read_mask(call))
+        bias = position_bias(call, bias)
         scale = call.options.get("scaling")
-        if scale is None:
-            scale = call.query.shape[-1] ** -0.5
-        visible, bias = self._visible(now, call)
-        layer = self._layer_of[name]
-        batch = now.batch
-        offset = batch.key_offset(call.key.shape[2])
-        with self._lock:
-            site = self._logit_sites.get(name)
-            if site is None:
-                heads = call.query.shape[1]
-                site = SiteStatistics.empty(
-                    name, layer, heads, full=self._detail == "full", rank=self._top_k, coordinates=5
-                )
-                self._logit_sites[name] = site
-            try:
-                measure_logits(
-                    call.query, call.key, float(scale), visible, site,
-                    lambda place: _locate_logits(place, layer, batch, offset),
-                    softcap=call.options.get("softcap"), bias=bias, compiled=self._compiled,
-                )  # fmt: skip
-            except NonFiniteError as error:
-                raise RecordingError(
-                    f"NaN or infinity among the attention logits of layer {layer}, "
-                    f"head {error.group} ({name})"
-                ) from None
+        scale = call.query.shape[-1] ** -0.5 if scale is None else scale
+        softcap = call.options.get("softcap")
+        self._kept.logits(
+            name, call.query, call.key, float(scale), visible, now.batch, softcap=softcap, bias=bias
+        )
+        call.recorded = (float(scale), visible, softcap, bias)
 
-    def _visible(self, now: _Pass, call: dispatch.AttentionCall) -> tuple[Visible, Bias | None]:
+    def attended(self, call: dispatch.AttentionCall, output: Any) -> None:
+        """Compare what an eager function returned with what was recorded, once a module."""
+        name = self._names[call.module]
+        dropout = call.options.get("dropout") or 0.0
+        if call.recorded is None or call.implementation != "eager" or name in self._checked:
+            return
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if dropout and call.module.training:
+            return
+        if not isinstance(weights, Tensor):
+            raise RecordingError(
+                f"the eager attention of {name} returns no weights by which its logits could be "
+                "checked; load the model with attention='sdpa'"
+            )
+        with torch.no_grad():
+            check_weights(name, weights, call.query, call.key, *call.recorded)
+        self._checked.add(name)
+
+    def _sdpa(self, call: SdpaCall) -> None:
+        """Record one scaled_dot_product_attention call of the module under way."""
+        if in_backward():
+            return
+        now = self._current("scaled_dot_product_attention")
+        module = now.stack[-1] if now.stack else type(self._model).__name__
+        if layer_of(module, self._layers) is None:
+            raise RecordingError(
+                f"{module} attends outside of the layers {self._layers[0][0]} … "
+                f"{self._layers[-1][0]}; name the layers: record(model, layers=['…', …])"
+            )
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        cross = queries != keys and not now.batch.past and not call.is_causal and queries > 1
+        name = f"{module} (cross-attention)" if cross else module
+        repeat = now.is_repeat(name, *call.tensors)
+        if repeat:
+            return
+        if repeat is None:
+            # A second attention in one call of the module, for example of a differential pair.
+            turn = 1 + sum(site.startswith(f"{name} #") and now.fired[site] > 0
+                           for site in self._kept.logit_sites)  # fmt: skip
+            name = f"{name} #{turn}"
+        now.fired[name] += 1
+        visible, bias = self._visible(now, call, call.mask, lambda: read_sdpa(call))
+        scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        self._kept.logits(
+            name, call.query, call.key, float(scale), visible, now.batch, softcap=None, bias=bias
+        )
+
+    def _visible(
+        self,
+        now: Pass,
+        call: dispatch.AttentionCall | SdpaCall,
+        mask: Any,
+        read: Callable[[], tuple[Visible, Bias | None]],
+    ) -> tuple[Visible, Bias | None]:
         """The call's mask, read once for all layers that share it."""
-        if call.query.shape[0] != now.batch.shape[0] or call.query.shape[2] != now.batch.shape[1]:
+        batch, rows = call.query.shape[0], call.query.shape[2]
+        if now.batch.shape[1] == 0:  # an image, whose tokens are known now
+            now.batch.keep(torch.ones(batch, rows, dtype=torch.bool))
+        if (batch, rows) != now.batch.shape:
             raise RecordingError(
                 f"queries of shape {tuple(call.query.shape)} do not fit a pass over "
                 f"{now.batch.shape[0]} sequences of {now.batch.shape[1]} tokens"
             )
+        options = getattr(call, "options", {})
         key = (
-            id(call.mask), call.implementation, call.key.shape[2],
-            call.options.get("sliding_window"), call.options.get("is_causal"),
-            getattr(call.module, "is_causal", None),
+            id(mask), getattr(call, "implementation", None), call.query.shape[1], call.key.shape[2],
+            options.get("sliding_window"), options.get("is_causal"),
+            getattr(getattr(call, "module", call), "is_causal", None),
         )  # fmt: skip
         known = now.masks.get(key)
         if known is None:
-            visible, bias = read_mask(call)
+            visible, bias = read()
+            if not now.batch.told and mask is not None:
+                # Only a ready mask was given: a query that may attend nothing is padding.
+                kept = now.batch.kept.to(visible.stop.device).clone()
+                kept[:, now.batch.past :] &= visible.stop > visible.start
+                now.batch.keep(kept)
+                now.batch.told = True
             visible = visible.only(now.batch.real.to(visible.stop.device))
-            known = now.masks[key] = (call.mask, visible, bias)  # holding the mask keeps its id
+            known = now.masks[key] = (mask, visible, bias)  # holding the mask keeps its id
         return known[1], known[2]
 
-    def _layer_hook(self, layer: int, name: str) -> Callable[..., None]:
+    def _layer_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if in_backward():
+                return
             now = self._current(name)
             now.fired[name] += 1
-            if now.fired[name] > 1:
-                raise RecordingError(f"{name} was called more than once in a forward pass")
-            hidden = output if isinstance(output, Tensor) else output[0]
-            self._record_hidden(layer, name, hidden, now.batch)
+            self._kept.hidden(name, output, now.batch)
 
         return hook
-
-    def _record_hidden(self, layer: int, name: str, hidden: Tensor, batch: Batch) -> None:
-        if hidden.dim() != 3 or tuple(hidden.shape[:2]) != batch.shape:
-            raise RecordingError(
-                f"{name} gives a tensor of shape {tuple(hidden.shape)}, not (sequences, tokens, "
-                "channels)"
-            )
-        positions = batch.positions[:, batch.past :]
-        width = hidden.shape[1]
-        real = batch.real.to(hidden.device).flatten()
-
-        def locate(place: NDArray[np.int64]) -> NDArray[np.int64]:
-            b, n = place[:, 2] // width, place[:, 2] % width
-            return np.stack(
-                [np.full_like(b, layer), batch.first + b, positions[b, n], place[:, 3]], 1
-            )
-
-        with self._lock:
-            try:
-                measure_values(
-                    hidden.flatten(0, 1), real, self._hidden_sites[name], locate,
-                    compiled=self._compiled,
-                )  # fmt: skip
-            except NonFiniteError:
-                raise RecordingError(
-                    f"NaN or infinity among the hidden states of layer {layer} ({name})"
-                ) from None
 
     def _remove(self) -> None:
         dispatch.unhook([module for _, module in self._attention])
         for handle in self._handles:
             handle.remove()
+        for entrance in reversed(self._wrapped):
+            entrance.remove()
         self._handles.clear()
+        self._wrapped.clear()
         self._local = threading.local()
 
 
 def record(
-    model: nn.Module, *, top_k: int = 100, detail: Detail = "full", compiled: bool = True
+    model: nn.Module,
+    *,
+    top_k: int = 100,
+    detail: Detail = "full",
+    layers: Sequence[str] | None = None,
+    compiled: bool = True,
 ) -> Recorder:
     """Record a model's attention logits and hidden states within a `with` block.
 
     Args:
-        model: a transformers model whose attention goes through the attention dispatch: eager,
-            sdpa, flex_attention or flash_attention_2/3/4.
+        model: a transformers model whose attention goes through the attention dispatch (eager,
+            sdpa, flex_attention or flash_attention_2/3/4), or any module that calls
+            `torch.nn.functional.scaled_dot_product_attention`.
         top_k: how many of the largest magnitudes are kept with their coordinates.
         detail: `full`, or `extremes` for counts, maxima and minima alone, which is faster.
+        layers: names of the modules whose outputs are the hidden states, in order; found by
+            themselves where a list of like blocks holds the attention.
         compiled: False records in plain torch even where the compiled kernels were built.
 
     Returns:
@@ -343,36 +395,19 @@ def record(
         RecordingError: the model, or in a forward pass something it does, cannot be recorded
             rightly.
     """
-    return Recorder(model, top_k=top_k, detail=detail, compiled=compiled)
+    return Recorder(model, top_k=top_k, detail=detail, layers=layers, compiled=compiled)
 
 
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = list(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _cache(source: Any) -> Any:
-    """The key-value cache among a call's arguments or in a model's output, or None."""
-    # Its name changed from past_key_values to cache; asking a new output by the old name warns.
-    values = list(source.values()) if isinstance(source, dict) else list(source)
-    return next((value for value in values if hasattr(value, "get_seq_length")), None)
-
-
-def _locate_logits(
-    place: NDArray[np.int64],
-    layer: int,
-    batch: Batch,
-    offset: int,
-) -> NDArray[np.int64]:
-    """From (head, batch row, query row, key) to (layer, head, sequence, query, key)."""
-    head, b, n, m = place.T
-    return np.stack(
-        [
-            np.full_like(head, layer),
-            head,
-            batch.first + b,
-            batch.positions[b, batch.past + n],
-            batch.positions[b, offset + m],
-        ],
-        1,
-    )
+def _refuse(model: nn.Module) -> None:
+    """Refuse models that cannot be recorded rightly, before they run."""
+    for module in model.modules():
+        optimized = type(module).__name__ == "OptimizedModule"
+        if optimized or getattr(module, "_compiled_call_impl", None) is not None:
+            raise RecordingError(
+                "a model under torch.compile runs past the hooks; record the model before it is "
+                "compiled (model._orig_mod)"
+            )
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise RecordingError(
+            f"{type(model).__name__} is an encoder-decoder; quantdiff records decoder-only models"
+        )

@@ -3,6 +3,7 @@
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 __all__ = ["context_length", "describe", "remember_name", "vocabulary_size"]
@@ -24,19 +25,23 @@ def describe(model: Any) -> dict[str, Any]:
     """What a result records about its model.
 
     Args:
-        model: a causal language model of transformers, loaded by quantdiff or not.
+        model: a model of transformers, loaded by quantdiff or not, or any other module.
 
     Returns:
         "name": as asked for, or else the config's or the class's; "family": the config's model
         type; "parameters": count, tied weights once, packed 4-bit weights at their real number;
         "dtype": of the floating-point parameters, for example "float32".
     """
-    name = _NAMES.get(model) or getattr(model.config, "name_or_path", "") or type(model).__name__
+    config = getattr(model, "config", None)
+    name = _NAMES.get(model) or getattr(config, "name_or_path", "") or type(model).__name__
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = getattr(model, "dtype", None) or next(floating, torch.get_default_dtype())
+    count = getattr(model, "num_parameters", None)
     return {
         "name": name,
-        "family": str(model.config.model_type),
-        "parameters": int(model.num_parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "family": str(getattr(config, "model_type", type(model).__name__)),
+        "parameters": int(count() if count else sum(p.numel() for p in model.parameters())),
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 

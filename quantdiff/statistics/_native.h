@@ -12,6 +12,9 @@
 #define BINS 65536     /* the sixteen leading bits of an fp32: sign, exponent, 7 bits of mantissa */
 #define SIGN_BIN 32768 /* bins from here on hold the negative values */
 
+/* The pattern of a float, read where floats were stored. */
+typedef uint32_t __attribute__((may_alias)) bits_t;
+
 /* A large magnitude and where it stands. */
 typedef struct {
   float value;

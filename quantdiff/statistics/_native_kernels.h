@@ -73,7 +73,7 @@ static inline void F(flush)(F(lanes) * a, partial_t *p, int full) {
 }
 
 static inline void F(count)(uint32_t *histogram, const float *x, int n) {
-  const uint32_t *bits = (const uint32_t *)x;
+  const bits_t *bits = (const bits_t *)x;
   for (int i = 0; i < n; i++) histogram[bits[i] >> 16]++;
 }
 

@@ -13,7 +13,7 @@ from quantdiff.statistics import native
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.visible import Visible
 
-__all__ = ["BLOCK_ELEMENTS", "Part", "torch_logits", "torch_values"]
+__all__ = ["BLOCK_ELEMENTS", "Part", "torch_logits", "torch_values", "unit_of"]
 
 BLOCK_ELEMENTS = 1 << 20  # of a block of logits: 4 MiB of fp32
 SMALL = 4096  # elements summed in fp32 before fp64 takes over
@@ -31,6 +31,7 @@ class Part:
         first: magnitude bin of column 0 of `counts`.
         items: large magnitudes, records of native.ITEM.
         row: row at which the block begins; the items' rows count from it.
+        uncapped: largest magnitudes before the soft cap, (H,), where there is one.
     """
 
     partial: NDArray[np.void]
@@ -38,6 +39,7 @@ class Part:
     first: int
     items: NDArray[np.void]
     row: int
+    uncapped: NDArray[np.float32] | None = None
 
 
 def torch_logits(
@@ -59,6 +61,8 @@ def torch_logits(
     columns = torch.arange(keys, device=q.device)
     table = _Table(heads, q.device) if site.histogram is not None else None
     sieve = _Sieve(site)
+    units = unit.reshape(batch, heads, 2)
+    fresh = [True] * batch
     for b in range(batch):
         for first in range(0, rows, step):
             last = min(first + step, rows)
@@ -68,14 +72,20 @@ def torch_logits(
             start, stop = starts[b, first:last][counted], stops[b, first:last][counted]  # (n,)
             low, high = int(start.min()), int(stop.max())
             s = _exact_product(q[b, :, first:last][:, counted], k[b, :, low:high]) * scale
+            raw = s
             if softcap is not None:
                 s = torch.tanh(s / softcap) * softcap
             if bias is not None:
                 added = bias(first, last)
-                s = s + added[b if len(added) > 1 else 0, :, counted, low:high].to(s)
+                s = s + added[b if len(added) > 1 else 0].to(s)[:, counted, low:high]
+            if fresh[b] and (softcap is not None or bias is not None):
+                # The closed form knows neither cap nor bias: the first block says where they lie.
+                std, mean = torch.std_mean(s.flatten(1).double(), 1, correction=0)
+                units[b] = unit_of(mean, std)
+            fresh[b] = False
             extra = visible.mask_rows(first, last)
             if extra is not None:
-                extra = extra[b if len(extra) > 1 else 0, :, counted].to(q.device)
+                extra = extra[b if len(extra) > 1 else 0].to(q.device)[:, counted]
             # What every row of the block sees needs no mask: all but the edges where causal.
             edges = [low, low, high, high]
             if extra is None:
@@ -90,7 +100,7 @@ def torch_logits(
                     seen = (here >= start[:, None]) & (here < stop[:, None])
                     seen = seen[None] if extra is None else seen & extra[:, :, left:right]
                 piece = s[:, :, left - low : right - low]
-                part = _block(piece, seen, unit.reshape(batch, heads, 2)[b], table, sieve)
+                part = _block(piece, seen, units[b], table, sieve)
                 whole = _nothing(batch * heads)
                 whole[b * heads : (b + 1) * heads] = part.partial
                 part.partial = whole
@@ -98,6 +108,10 @@ def torch_logits(
                 part.items["row"] = counted.cpu().numpy()[part.items["row"]]
                 part.items["column"] += left
                 part.row = first
+                if softcap is not None:
+                    before = raw[:, :, left - low : right - low].abs()
+                    before = before if seen is None else torch.where(seen, before, 0.0)
+                    part.uncapped = before.amax((1, 2)).cpu().numpy()
                 yield part
     if table is not None:
         yield table.part(batch)
@@ -143,6 +157,16 @@ class _Table:
         return Part(_nothing(batch * self.heads), counts, 0, np.zeros(0, native.ITEM), 0)
 
 
+def unit_of(mean: Tensor, spread: Tensor) -> NDArray[np.float32]:
+    """Weight and weighted pivot, (n, 2), that bring values to about mean 0 and spread 1."""
+    pivot = np.nan_to_num(mean.double().cpu().numpy(), posinf=0.0, neginf=0.0)
+    width = spread.double().cpu().numpy()
+    usable = np.isfinite(width) & (width > 0)
+    exponent = np.round(-np.log2(np.where(usable, width, 1.0)))
+    weight = np.exp2(np.clip(exponent, -100, 100))
+    return np.stack([weight, pivot * weight], -1).reshape(-1, 2).astype(np.float32)
+
+
 def _nothing(groups: int) -> NDArray[np.void]:
     partial = np.zeros(groups, native.PARTIAL)
     partial["min"], partial["max"] = np.inf, -np.inf
@@ -151,14 +175,14 @@ def _nothing(groups: int) -> NDArray[np.void]:
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     """a·bᵀ in true fp32, whatever the process allows for its own products."""
-    if a.device.type != "cuda":
+    allowed = torch.get_float32_matmul_precision()
+    if allowed == "highest":
         return a @ b.mT
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     try:
         return a @ b.mT
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.set_float32_matmul_precision(allowed)
 
 
 def _block(

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def _library() -> Any:
     if spec is None or spec.origin is None:
         return None
     library = ctypes.CDLL(spec.origin)
+    layout = ctypes.sizeof(_Job) * 1_000_000 + PARTIAL.itemsize * 1000 + ITEM.itemsize
+    if not hasattr(library, "quantdiff_layout") or library.quantdiff_layout() != layout:
+        warnings.warn(
+            "quantdiff's compiled kernels were built from other sources and are not used; "
+            "install quantdiff again to have them",
+            stacklevel=2,
+        )
+        return None
     library.quantdiff_run.argtypes = [ctypes.POINTER(_Job)]
     return library
 
@@ -114,6 +123,11 @@ def run(
         MemoryError: the kernels could not allocate their scratch memory.
     """
     batch, heads, rows, width = q.shape
+    if mask is not None:
+        keys = width if k is None else k.shape[2]
+        assert mask.shape[2:] == (rows, keys), (mask.shape, q.shape)
+        assert mask.shape[0] in (1, batch), (mask.shape, q.shape)
+        assert mask.shape[1] in (1, heads), (mask.shape, q.shape)
     threads = torch.get_num_threads()
     out = np.zeros(batch * heads, PARTIAL)
     out["min"], out["max"] = np.inf, -np.inf

@@ -1,19 +1,21 @@
 """A recording as an object: what was seen at the attention logits and the hidden states."""
 
 import copy
+import hashlib
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, Self
 
 from quantdiff.errors import UsageError
 from quantdiff.statistics.histogram import Histogram
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.top import Top
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "DEFINITIONS",
@@ -239,15 +241,19 @@ class Profile:
         result.data["sequence_length"] = max(
             self.data["sequence_length"], other.data["sequence_length"]
         )
-        result.partial = self.partial or other.partial
+        _join_provenance(result, other)
         return result
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> "pd.DataFrame":
         """One row a site and head: activation, name, layer, head, branch, count and statistics."""
+        import pandas as pd  # 45 MB that a recording need not hold
+
         return pd.DataFrame(list(self._rows()))
 
-    def summary(self) -> pd.DataFrame:
+    def summary(self) -> "pd.DataFrame":
         """The paper's Table 5: top-1, 2, 3, 10, 100 and median, one row an activation."""
+        import pandas as pd
+
         rows = {
             kind: {
                 **{f"top-{n}": part.rank(n) for n in RANKS},
@@ -314,6 +320,22 @@ class Profile:
                         "count": int(site.count[g]),
                         **row,
                     }
+
+
+def _join_provenance(result: Profile, other: Profile) -> None:
+    """Say what data and versions a merged profile stands for."""
+    if result.data["source"] != other.data["source"]:
+        result.data["source"] = f"{result.data['source']} + {other.data['source']}"
+    prints = [profile.data.get("fingerprint") for profile in (result, other)]
+    result.data.pop("fingerprint", None)
+    if None not in prints:
+        result.data["fingerprint"] = hashlib.sha256("".join(map(str, prints)).encode()).hexdigest()
+    if result.command != other.command:
+        result.command = None
+    for name, version in other.versions.items():
+        if result.versions.setdefault(name, version) != version:
+            result.versions[name] += f", {version}"
+    result.partial = result.partial or other.partial
 
 
 def _shape(profile: Profile) -> list[tuple[str, int, int]]:

@@ -25,6 +25,7 @@ class SiteStatistics:
         count: (G,) int64.
         min, max: (G,) fp32; +inf and −inf for a group that holds nothing.
         top: the largest magnitudes of the site with their coordinates.
+        uncapped: (G,) fp32, largest magnitude before the soft cap, where the model has one.
         moments: None where only extremes were recorded.
         histogram: None where only extremes were recorded.
     """
@@ -37,6 +38,7 @@ class SiteStatistics:
     top: Top = field(repr=False)
     moments: Moments | None = field(default=None, repr=False)
     histogram: Histogram | None = field(default=None, repr=False)
+    uncapped: NDArray[np.float32] | None = None
 
     @classmethod
     def empty(
@@ -93,18 +95,24 @@ class SiteStatistics:
         np.minimum(self.min, other.min, out=self.min)
         np.maximum(self.max, other.max, out=self.max)
         self.top.offer(other.top.values, other.top.coordinates)
+        if other.uncapped is not None:
+            mine = np.zeros_like(other.uncapped) if self.uncapped is None else self.uncapped
+            self.uncapped = np.maximum(mine, other.uncapped)
         if self.moments is not None and other.moments is not None:
             self.moments.merge(other.moments)
         if self.histogram is not None and other.histogram is not None:
             self.histogram.merge(other.histogram)
 
     def rows(self) -> Iterator[dict[str, float | int | None]]:
-        """One dictionary a group: absmax, min, max, mean, std, kurtosis (None where not known)."""
+        """One dictionary a group: absmax, min, max, mean, std, kurtosis (None where not known).
+
+        Where the model caps its logits, also uncapped_absmax.
+        """
         std = None if self.moments is None else self.moments.std
         kurtosis = None if self.moments is None else self.moments.kurtosis
         for g in range(self.groups):
             empty = self.count[g] == 0
-            yield {
+            row = {
                 "absmax": None if empty else float(self.absmax[g]),
                 "min": None if empty else float(self.min[g]),
                 "max": None if empty else float(self.max[g]),
@@ -114,3 +122,6 @@ class SiteStatistics:
                 if kurtosis is None or not np.isfinite(kurtosis[g])
                 else float(kurtosis[g]),
             }
+            if self.uncapped is not None:
+                row["uncapped_absmax"] = float(self.uncapped[g])
+            yield row

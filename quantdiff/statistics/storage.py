@@ -37,6 +37,7 @@ Arrays = dict[str, NDArray[Any]]
 def save_profile(profile: Profile, folder: Path) -> None:
     """Write both files; the JSON last, so that its presence means a whole profile."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "profile.json").unlink(missing_ok=True)
     arrays: Arrays = {}
     for kind, part in profile._parts():
         arrays |= {f"{kind}.{name}": array for name, array in _to_arrays(part).items()}
@@ -140,6 +141,12 @@ def _to_arrays(part: Activations) -> Arrays:
         "top.values": np.concatenate([site.top.values for site in sites]),
         "top.coordinates": np.concatenate([site.top.coordinates for site in sites]),
     }
+    if any(site.uncapped is not None for site in sites):
+        # Alternating layers may differ; no magnitude is negative.
+        arrays["uncapped"] = np.concatenate([
+            np.full(site.groups, -1, np.float32) if site.uncapped is None else site.uncapped
+            for site in sites
+        ])  # fmt: skip
     moments = [site.moments for site in sites if site.moments is not None]
     for name in ("mean", "m2", "m3", "m4") if moments else ():
         arrays[name] = np.concatenate([getattr(m, name) for m in moments])
@@ -187,6 +194,9 @@ def _from_arrays(
                     offsets[g] : offsets[g + 1]
                 ]
             histogram.add(table, 0)
+        uncapped = None
+        if "uncapped" in a and (a["uncapped"][i:j] >= 0).all():
+            uncapped = a["uncapped"][i:j].copy()
         places = slice(kept[s], kept[s + 1])
         sites.append(
             SiteStatistics(
@@ -200,6 +210,7 @@ def _from_arrays(
                 ),
                 moments=moments,
                 histogram=histogram,
+                uncapped=uncapped,
             )
         )
     return sites

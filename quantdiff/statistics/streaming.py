@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantdiff.statistics import native
-from quantdiff.statistics.blocks import BLOCK_ELEMENTS, Part, torch_logits, torch_values
+from quantdiff.statistics.blocks import BLOCK_ELEMENTS, Part, torch_logits, torch_values, unit_of
 from quantdiff.statistics.lasting import lasting_zeros
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
@@ -65,6 +65,8 @@ def measure_logits(
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key heads")
+    if not q.numel() or not k.numel():
+        return
     with torch.autocast(q.device.type, enabled=False):
         q, k = q.float(), k.float()
         full = site.moments is not None
@@ -99,6 +101,8 @@ def measure_values(
     Raises:
         NonFiniteError: a NaN or an infinity in a row that counts; nothing was added.
     """
+    if not values.numel():
+        return
     with torch.autocast(values.device.type, enabled=False):
         x = values.float()
         x = x if x.stride(-1) == 1 else x.contiguous()
@@ -137,6 +141,9 @@ def _add(
         sums += partial["moment"]
         fresh.min = np.minimum(fresh.min, partial["min"].min(0))
         fresh.max = np.maximum(fresh.max, partial["max"].max(0))
+        if part.uncapped is not None:
+            before = fresh.uncapped
+            fresh.uncapped = part.uncapped if before is None else np.maximum(before, part.uncapped)
         if fresh.histogram is not None and part.counts is not None:
             fresh.histogram.add(part.counts, part.first)
         if len(part.items):
@@ -155,20 +162,6 @@ def _add(
     site.merge(fresh)
 
 
-def _power_of_two(spread: NDArray[np.float64]) -> NDArray[np.float64]:
-    """1 / spread, rounded to a power of two; 1 where the spread is 0 or not finite."""
-    usable = np.isfinite(spread) & (spread > 0)
-    exponent = np.round(-np.log2(np.where(usable, spread, 1.0)))
-    return np.exp2(np.clip(exponent, -100, 100))
-
-
-def _unit(mean: Tensor, spread: Tensor) -> NDArray[np.float32]:
-    """Weight and weighted pivot, (n, 2), that bring values to about mean 0 and spread 1."""
-    pivot = np.nan_to_num(mean.double().cpu().numpy(), posinf=0.0, neginf=0.0)
-    weight = _power_of_two(spread.double().cpu().numpy())
-    return np.stack([weight, pivot * weight], -1).reshape(-1, 2).astype(np.float32)
-
-
 def _no_unit(groups: int) -> NDArray[np.float32]:
     return np.tile(np.array([[1.0, 0.0]], np.float32), (groups, 1))
 
@@ -185,12 +178,12 @@ def _logit_unit(q: Tensor, k: Tensor, scale: float) -> NDArray[np.float32]:
     key_mean = k.mean(2).repeat_interleave(repeat, 1)  # (B, H, D)
     key_length = k.norm(dim=-1).mean(2).repeat_interleave(repeat, 1)  # (B, H)
     spread = q.norm(dim=-1).mean(2) * key_length * (abs(scale) / q.shape[-1] ** 0.5)
-    return _unit((q.mean(2) * key_mean).sum(-1) * scale, spread)
+    return unit_of((q.mean(2) * key_mean).sum(-1) * scale, spread)
 
 
 def _value_unit(x: Tensor) -> NDArray[np.float32]:
     std, mean = torch.std_mean(_some(x), correction=0)
-    return _unit(mean[None], std[None])
+    return unit_of(mean[None], std[None])
 
 
 # A table of 65,536 counts a head is kept between calls; only the bins in use are read and cleared.

@@ -333,7 +333,7 @@ class TestRefusals:
             model.model.layers[0](hidden, position_embeddings=embeddings)
 
     def test_a_model_without_dispatched_attention(self):
-        with pytest.raises(RecordingError, match="no attention layer"):
+        with pytest.raises(RecordingError, match="no list of like blocks"):
             record(torch.nn.Linear(2, 2))
 
     def test_nothing_recorded(self):

@@ -1,0 +1,182 @@
+"""What a recording keeps: every site's statistics, with places told in sequences and tokens."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quantdiff.attention.layouts import branches
+from quantdiff.errors import RecordingError
+from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.masks import Bias
+from quantdiff.hooks.sequences import Batch
+from quantdiff.statistics import (
+    NonFiniteError,
+    SiteStatistics,
+    Visible,
+    measure_logits,
+    measure_values,
+)
+from quantdiff.statistics.profile import AttentionLogits
+
+__all__ = ["Detail", "Kept"]
+
+Detail = Literal["extremes", "full"]
+
+
+class Kept:
+    """The sites of a recording.
+
+    Attributes:
+        lock: held while a site is added to.
+        logit_sites, hidden_sites: by module path.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        *,
+        top_k: int,
+        detail: Detail,
+        compiled: bool,
+    ) -> None:
+        self.lock = threading.Lock()
+        self._layers = list(layers)
+        self._full = detail == "full"
+        self._rank = top_k
+        self._compiled = compiled
+        self.logit_sites: dict[str, SiteStatistics] = {}
+        self.hidden_sites = {
+            name: self._site(name, i, groups=1, coordinates=4)
+            for i, (name, _) in enumerate(self._layers)
+        }
+
+    def _site(self, name: str, layer: int, *, groups: int, coordinates: int) -> SiteStatistics:
+        return SiteStatistics.empty(
+            name, layer, groups, full=self._full, rank=self._rank, coordinates=coordinates
+        )
+
+    def attention_logits(self, layout: str) -> AttentionLogits:
+        """The logit sites in the order of the layers."""
+        order = sorted(self.logit_sites.values(), key=lambda site: site.layer)
+        return AttentionLogits(order, {site.layer: branches(layout, site.groups) for site in order})
+
+    def logits(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        scale: float,
+        visible: Visible,
+        batch: Batch,
+        *,
+        softcap: float | None,
+        bias: Bias | None,
+    ) -> None:
+        """Add one attention call of the site `name`, a module path and perhaps a remark behind it.
+
+        Args:
+            query: (B, H, N, D).
+            key: (B, G, M, D).
+            scale, visible, softcap, bias: as in `measure_logits`.
+
+        Raises:
+            RecordingError: NaN or infinity among the logits.
+        """
+        layer = layer_of(name.partition(" ")[0], self._layers)
+        assert layer is not None, name
+        query, key = _as_multiplied(query, key)
+        offset = batch.key_offset(key.shape[2])
+        with self.lock:
+            site = self.logit_sites.get(name)
+            if site is None:
+                site = self._site(name, layer, groups=query.shape[1], coordinates=5)
+                self.logit_sites[name] = site
+            try:
+                measure_logits(
+                    query, key, scale, visible, site,
+                    lambda place: _locate_logits(place, layer, batch, offset),
+                    softcap=softcap, bias=bias, compiled=self._compiled,
+                )  # fmt: skip
+            except NonFiniteError as error:
+                raise RecordingError(
+                    f"NaN or infinity among the attention logits of layer {layer}, "
+                    f"head {error.group} ({name})"
+                ) from None
+
+    def hidden(self, name: str, output: Any, batch: Batch) -> None:
+        """Add the output of the layer `name`.
+
+        Raises:
+            RecordingError: the output is no (sequences, tokens, channels), or holds NaN or
+                infinity.
+        """
+        site = self.hidden_sites[name]
+        hidden = _first(output)
+        fits = isinstance(hidden, Tensor) and hidden.dim() == 3
+        if not fits or tuple(hidden.shape[:2]) != batch.shape:
+            shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise RecordingError(
+                f"{name} gives {shape}, not a tensor of (sequences, tokens, channels); name the "
+                "layers whose outputs are the hidden states: record(model, layers=['…', …])"
+            )
+        positions = batch.positions[:, batch.past :]
+        width = hidden.shape[1]
+
+        def locate(place: NDArray[np.int64]) -> NDArray[np.int64]:
+            b, n = place[:, 2] // width, place[:, 2] % width
+            return np.stack(
+                [np.full_like(b, site.layer), batch.first + b, positions[b, n], place[:, 3]], 1
+            )
+
+        real = batch.real.to(hidden.device).flatten()
+        with self.lock:
+            try:
+                measure_values(hidden.flatten(0, 1), real, site, locate, compiled=self._compiled)
+            except NonFiniteError:
+                raise RecordingError(
+                    f"NaN or infinity among the hidden states of layer {site.layer} ({name})"
+                ) from None
+
+
+def _as_multiplied(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k in the dtype in which they are multiplied: autocast may round them first."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype == torch.float32:
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype)
+    return query, key
+
+
+def _first(output: Any) -> Any:
+    """The hidden states in a layer's output: a tensor, a tuple that begins with it, a dataclass."""
+    if isinstance(output, Tensor):
+        return output
+    for name in ("hidden_states", "last_hidden_state"):
+        if hasattr(output, name):
+            return getattr(output, name)
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def _locate_logits(
+    place: NDArray[np.int64], layer: int, batch: Batch, offset: int
+) -> NDArray[np.int64]:
+    """From (head, batch row, query row, key) to (layer, head, sequence, query, key)."""
+    head, b, n, m = place.T
+    # Keys of another sequence, as in cross-attention, keep their own numbers.
+    inside = offset + m < batch.positions.shape[1]
+    keys = batch.positions[b, np.minimum(offset + m, batch.positions.shape[1] - 1)]
+    return np.stack(
+        [
+            np.full_like(head, layer),
+            head,
+            batch.first + b,
+            batch.positions[b, batch.past + n],
+            np.where(inside, keys, m),
+        ],
+        1,
+    )

@@ -1,0 +1,323 @@
+"""Record a tiny random model of every causal-LM family of the installed transformers.
+
+For each family and attention implementation the recording is compared with what that model's own
+eager code hands to softmax, which is caught as a tensor whatever the code looks like: the logits
+after soft-cap and bias, with the mask added. Writes docs/families.md.
+
+    python scripts/survey_families.py --out docs/families.md
+    python scripts/survey_families.py llama gemma2 gpt_oss
+"""
+
+import argparse
+import contextlib
+import copy
+import gc
+import io
+import logging
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import quantdiff
+from quantdiff.files import write_bytes
+
+BACKENDS = ("eager", "sdpa", "flex_attention")
+
+# Names that families give to the same few sizes. Only those a config has are set.
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "d_model": 64, "n_embd": 64, "dim": 64, "embed_dim": 64,
+    "emb_dim": 64, "dim_model": 64, "word_embed_proj_dim": 64, "embedding_size": 64,
+    "intermediate_size": 80, "ffn_dim": 80, "decoder_ffn_dim": 80, "encoder_ffn_dim": 80,
+    "n_inner": 80, "dff": 80, "dim_ff": 80, "ffn_hidden_size": 80, "d_ff": 80,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
+    "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "decoder_layers": 4,
+    "encoder_layers": 2, "num_decoder_layers": 4,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "n_positions": 128,
+    "max_sequence_length": 128, "seq_length": 128, "max_seq_len": 128, "n_ctx": 128,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_num_experts": 4, "moe_top_k": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "sliding_window": 8, "attention_chunk_size": 8,
+    "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "initializer_range": 0.2,
+    "is_decoder": True, "add_cross_attention": False, "use_cache": True,
+}  # fmt: skip
+
+# What single families need beyond that.
+SPECIAL: dict[str, dict[str, Any]] = {}
+
+
+@dataclass
+class Result:
+    """What one family gave: a word per backend, and reasons."""
+
+    family: str
+    name: str = ""
+    words: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+class SoftmaxInputs(TorchFunctionMode):
+    """Keeps every four-dimensional tensor that goes into a softmax over its last dimension."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.kept: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("softmax", "_softmax") and args:
+            x = args[0]
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(x, Tensor) and dim in (-1, x.dim() - 1) and self.rows in x.shape[1:3]:
+                self.kept.append(x.detach().clone())
+        return func(*args, **kwargs)
+
+
+def shrink(config: Any, overrides: dict[str, Any]) -> None:
+    """Set the small sizes on a config and the configs inside it."""
+    for name in list(vars(config)):
+        inner = getattr(config, name)
+        if hasattr(inner, "to_dict") and hasattr(inner, "model_type"):
+            shrink(inner, overrides)
+
+
+def small_config(config_class: type, overrides: dict[str, Any]) -> Any:
+    """A config of this class with small sizes, made by its own constructor."""
+    default = config_class()
+    known = {**vars(default), **dict.fromkeys(getattr(type(default), "attribute_map", {}))}
+    given = {name: value for name, value in SIZES.items() if name in known}
+    for name, value in vars(default).items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            given[name] = small_config(type(value), overrides).to_dict()
+    layers = given.get("num_hidden_layers") or given.get("n_layer") or given.get("num_layers") or 4
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types", "block_types"):
+        kinds = getattr(default, name, None)
+        if isinstance(kinds, list | tuple) and kinds:
+            # Every kind of layer that the family has, in its own order.
+            unlike = list(dict.fromkeys(kinds))
+            given[name] = (unlike * layers)[:layers]
+    for name in ("rope_parameters", "rope_scaling"):
+        value = getattr(default, name, None)
+        if isinstance(value, dict):
+            given[name] = copy.deepcopy(value)
+    given.update(overrides)
+    try:
+        return config_class(**given)
+    except Exception:
+        # One size that the family ties to another: leave out what it refuses, one by one.
+        for name in list(given):
+            rest = {key: value for key, value in given.items() if key != name}
+            with contextlib.suppress(Exception):
+                return config_class(**rest)
+        raise
+
+
+def build(model_class: type, config: Any, attention: str, state: Any = None) -> torch.nn.Module:
+    config = copy.deepcopy(config)
+    torch.manual_seed(0)
+    model = model_class._from_config(config, attn_implementation=attention)
+    if state is not None:
+        model.load_state_dict(state)
+    return model.eval()
+
+
+def batch(vocabulary: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocabulary, (2, 20), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def own_logits(model: torch.nn.Module, given: dict[str, Tensor]) -> list[dict[str, np.ndarray]]:
+    """Count and extremes per head of every softmax input, padded queries left out."""
+    rows = given["input_ids"].shape[1]
+    catch = SoftmaxInputs(rows)
+    with torch.no_grad(), catch:
+        model(**given, use_cache=False)
+    real = given["attention_mask"].bool()
+    found = []
+    for caught in catch.kept:
+        x = caught
+        if x.dim() == 3 and x.shape[0] % len(real) == 0:
+            x = x.view(len(real), -1, *x.shape[1:])
+        if x.dim() != 4 or x.shape[2] != rows or x.shape[0] != len(real):
+            continue
+        sink = x.shape[3] == rows + 1
+        floor = torch.finfo(x.dtype).min / 2
+        s = x[..., :rows]
+        seen = (s > floor) & real[:, None, :, None]
+        # A sink's column tells the shift that was taken from the whole row.
+        shift = x[..., -1:] if sink else torch.zeros_like(x[..., :1])
+        found.append({"x": s, "seen": seen, "shift": shift, "sink": sink})
+    return found
+
+
+def compare(recorder: Any, own: list[dict[str, Any]], model: torch.nn.Module) -> str:
+    """Empty where every site agrees, else what differs."""
+    sites = recorder.profile().attention_logits.sites
+    calls = [call for call in own if call["seen"].any()]
+    if len(calls) == 2 * len(sites):  # a pair of calls over the same q and k counts once
+        calls = calls[::2]
+    if len(calls) != len(sites):
+        return f"{len(sites)} sites recorded, {len(calls)} softmax inputs found"
+    modules = dict(model.named_modules())
+    for site, call in zip(sites, calls, strict=True):
+        x, seen = call["x"].float(), call["seen"]
+        if call["sink"]:
+            sinks = getattr(modules[site.name.split(" ")[0]], "sinks", None)
+            if sinks is None:
+                return "a sink that is not found"
+            x = x + (sinks.float().view(1, -1, 1, 1) - call["shift"].float())
+        heads = x.shape[1]
+        if heads != site.groups:
+            return f"{site.name}: {site.groups} heads recorded, {heads} found"
+        counts = seen.expand(x.shape).sum((0, 2, 3)).numpy()
+        if not (counts == site.count).all():
+            return f"{site.name}: {site.count.tolist()} logits counted, {counts.tolist()} there"
+        low = torch.where(seen, x, torch.inf).amin((0, 2, 3)).numpy()
+        high = torch.where(seen, x, -torch.inf).amax((0, 2, 3)).numpy()
+        size = np.maximum(np.abs(low), np.abs(high))
+        for mine, theirs in ((site.min, low), (site.max, high)):
+            if (np.abs(mine - theirs) > 1e-4 * size + 1e-6).any():
+                return f"{site.name}: extremes {mine.tolist()} against {theirs.tolist()}"
+    return ""
+
+
+def hidden_states_of(model: torch.nn.Module, given: dict[str, Tensor]) -> list[Tensor] | None:
+    with torch.no_grad(), contextlib.suppress(Exception):
+        states = model(**given, use_cache=False, output_hidden_states=True).hidden_states
+        return list(states) if states is not None else None
+    return None
+
+
+def survey(family: str, overrides: dict[str, Any] | None = None) -> Result:
+    """Try one family under every backend."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    result = Result(family)
+    try:
+        config_class = CONFIG_MAPPING[family]
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        result.name = model_class.__name__
+        config = small_config(config_class, overrides or SPECIAL.get(family, {}))
+        model = build(model_class, config, "eager")
+        parameters = sum(p.numel() for p in model.parameters())
+        if parameters > 60_000_000:
+            raise RuntimeError(f"not made small: {parameters:,} parameters")
+        state = model.state_dict()
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        given = batch(min(vocabulary, 96))
+        own = own_logits(model, given)
+    except Exception as error:
+        reason = f"the model could not be built or run: {_short(error)}"
+        for backend in BACKENDS:
+            result.words[backend], result.reasons[backend] = "not tried", reason
+        return result
+    for backend in BACKENDS:
+        word, reason = "", ""
+        try:
+            other = model if backend == "eager" else build(model_class, config, backend, state)
+        except Exception as error:
+            word, reason = "not offered", _short(error)
+        else:
+            word, reason = _try(other, given, own)
+        result.words[backend], result.reasons[backend] = word, reason
+    return result
+
+
+def _try(model: torch.nn.Module, given: dict[str, Tensor], own: list[Any]) -> tuple[str, str]:
+    try:
+        with torch.no_grad():
+            before = model(**given, use_cache=False)
+    except Exception as error:
+        return "not offered", _short(error)
+    try:
+        with torch.no_grad(), quantdiff.record(model) as recorder:
+            during = model(**given, use_cache=False)
+    except quantdiff.RecordingError as error:
+        return "refused", str(error)
+    if not torch.equal(before.logits.nan_to_num(), during.logits.nan_to_num()):
+        return "WRONG", "the model's output changed"
+    difference = compare(recorder, own, model)
+    return ("WRONG", difference) if difference else ("exact", "")
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:160]
+
+
+def page(results: list[Result]) -> str:
+    """The results as Markdown."""
+    from quantdiff.versions import versions
+
+    both = [r for r in results if r.words["eager"] == r.words["sdpa"] == "exact"]
+    wrong = [r for r in results if "WRONG" in r.words.values()]
+    made = ", ".join(f"{name} {value}" for name, value in versions().items())
+    lines = [
+        "# Families",
+        "",
+        "Made by `scripts/survey_families.py`: a tiny random model of every causal-LM family of "
+        "the installed transformers, recorded under each attention implementation and compared "
+        "with what the model's own eager code hands to softmax (counts equal, extremes to 1e-4).",
+        "",
+        f"- {len(both)} of {len(results)} families are exact under eager and sdpa;",
+        f"- {len(wrong)} give a wrong number;",
+        "- *refused*: quantdiff says why it will not record; *not offered*: the family does not "
+        "run with this implementation here; *not tried*: no tiny model could be built or run.",
+        "",
+        f"Versions: {made}.",
+        "",
+        "| family | model | eager | sdpa | flex | reason |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        reasons = "; ".join(dict.fromkeys(reason for reason in r.reasons.values() if reason))
+        cells = [r.family, r.name, *(r.words[b] for b in BACKENDS), reasons.replace("|", "\\|")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("families", nargs="*", help="default: all of them")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    results = []
+    for family in options.families or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            result = survey(family)
+        results.append(result)
+        reasons = "; ".join(dict.fromkeys(reason for reason in result.reasons.values() if reason))
+        print(
+            f"{family:24}", *(f"{result.words[b]:12}" for b in BACKENDS), reasons[:150], flush=True
+        )
+        gc.collect()
+        torch._dynamo.reset()
+    if options.out:
+        write_bytes(options.out, page(results).encode())
+    return int(any("WRONG" in r.words.values() for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What each implementation's mask means, against masks written out."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+from quantdiff import RecordingError
+from quantdiff.hooks.dispatch import AttentionCall
+from quantdiff.hooks.masks import read_mask, read_sdpa
+from quantdiff.hooks.sdpa import SdpaCall
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+
+
+def call(implementation, mask, rows, keys, *, batch=2, heads=4, module=None, **options):
+    q, k = torch.zeros(batch, heads, rows, 8), torch.zeros(batch, 2, keys, 8)
+    return AttentionCall(module or Module(), implementation, q, k, mask, options)
+
+
+def dense(call, visible):
+    """What may be attended, (B, H, N, M)."""
+    shape = (*call.query.shape[:3], call.key.shape[2])
+    columns = torch.arange(shape[3])
+    seen = (columns >= visible.start[:, None, :, None]) & (columns < visible.stop[:, None, :, None])
+    extra = visible.mask_rows(0, shape[2])
+    return (seen if extra is None else seen & extra).expand(shape)
+
+
+def random_mask(rows, keys, batch=2, heads=1, share=0.6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(batch, heads, rows, keys, generator=generator) < share
+
+
+@given(
+    rows=st.integers(1, 600), keys=st.integers(1, 40), heads=st.sampled_from([1, 4]),
+    share=st.sampled_from([0.0, 0.5, 1.0]), seed=st.integers(0, 99), lowest=st.booleans(),
+)  # fmt: skip
+def test_any_additive_and_boolean_mask(rows, keys, heads, share, seed, lowest):
+    mask = random_mask(rows, keys, heads=heads, share=share, seed=seed)
+    fill = torch.finfo(torch.float32).min if lowest else -torch.inf
+    added = torch.zeros(mask.shape).masked_fill(~mask, fill)
+    expected = mask.expand(2, 4, rows, keys)
+    for one in (call("eager", added, rows, keys), call("sdpa", mask, rows, keys)):
+        visible, bias = read_mask(one)
+        assert bias is None
+        assert torch.equal(dense(one, visible), expected)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+def test_what_is_added_above_the_floor_is_a_bias(implementation):
+    mask = random_mask(9, 9)
+    slopes = -torch.rand(2, 1, 9, 9) * 50
+    one = call(implementation, slopes.masked_fill(~mask, torch.finfo(torch.float32).min), 9, 9)
+    visible, bias = read_mask(one)
+    assert torch.equal(dense(one, visible), mask.expand(2, 4, 9, 9))
+    assert torch.equal(bias(3, 7)[mask[:, :, 3:7]], slopes[:, :, 3:7][mask[:, :, 3:7]])
+
+
+def test_sums_of_fills_are_masks_too():
+    lowest = torch.finfo(torch.float16).min
+    added = torch.full((1, 1, 4, 4), lowest, dtype=torch.float16)
+    added[0, 0, 0, 0] = -torch.inf
+    added[0, 0, :, 1] = 0
+    one = call("eager", added, 4, 4, batch=1)
+    visible, bias = read_mask(one)
+    assert bias is None
+    assert dense(one, visible)[0, 0].nonzero()[:, 1].tolist() == [1] * 4
+
+
+class TestNoMask:
+    def test_eager_sees_everything(self):
+        one = call("eager", None, 3, 5)
+        assert dense(one, read_mask(one)[0]).all()
+
+    def test_sdpa_counts_from_the_upper_left(self):
+        one = call("sdpa", None, 3, 5)
+        assert torch.equal(dense(one, read_mask(one)[0])[0, 0], torch.ones(3, 5).tril().bool())
+
+    def test_sdpa_sees_everything_when_decoding_or_not_causal(self):
+        for one in (call("sdpa", None, 1, 5), call("sdpa", None, 3, 5, is_causal=False)):
+            assert dense(one, read_mask(one)[0]).all()
+
+    def test_flash_counts_from_the_lower_right(self):
+        one = call("flash_attention_2", None, 3, 5)
+        expected = torch.ones(3, 5).tril(2).bool()
+        assert torch.equal(dense(one, read_mask(one)[0])[0, 0], expected)
+
+
+class TestFlash:
+    @pytest.mark.parametrize("window", [1, 2, 4, 100])
+    def test_a_window_holds_that_many_keys(self, window):
+        one = call("flash_attention_3", None, 6, 6, sliding_window=window)
+        expected = torch.ones(6, 6).tril().triu(1 - window).bool()
+        assert torch.equal(dense(one, read_mask(one)[0])[0, 0], expected)
+
+    def test_a_window_that_is_not_causal_has_two_sides(self):
+        one = call("flash_attention_2", None, 6, 6, sliding_window=2, is_causal=False)
+        expected = torch.ones(6, 6).tril(1).triu(-1).bool()
+        assert torch.equal(dense(one, read_mask(one)[0])[0, 0], expected)
+
+    def test_padding_and_the_unused_end_of_a_static_cache(self):
+        mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+        one = call("flash_attention_2", mask, 2, 8)
+        seen = dense(one, read_mask(one)[0])[:, 0]
+        assert seen[0].int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
+        assert seen[1].int().tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]
+
+    def test_other_masks_are_refused(self):
+        with pytest.raises(RecordingError, match="4 dimensions"):
+            read_mask(call("flash_attention_2", torch.ones(2, 1, 3, 3), 3, 3))
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+def test_block_masks(heads):
+    mask = random_mask(200, 200, heads=heads or 1)
+
+    def rule(b, h, q, k):
+        return mask[b, h if heads else 0, q, k]
+
+    block = create_block_mask(rule, 2, heads, 200, 200, device="cpu")
+    one = call("flex_attention", block, 200, 200)
+    assert torch.equal(dense(one, read_mask(one)[0]), mask.expand(2, 4, 200, 200))
+
+
+class TestBareSdpa:
+    def read(self, rows, keys, **options):
+        q, k = torch.zeros(2, 4, rows, 8), torch.zeros(2, 4, keys, 8)
+        one = SdpaCall((q, k, k), options)
+        visible, bias = read_sdpa(one)
+        return dense(one, visible), bias
+
+    @pytest.mark.parametrize("shape", [(5, 6), (1, 6), (2, 1, 5, 6), (2, 4, 5, 6), (1, 4, 5, 6)])
+    def test_masks_of_every_shape_that_broadcasts(self, shape):
+        mask = torch.rand(shape) < 0.5
+        seen, bias = self.read(5, 6, attn_mask=mask)
+        assert bias is None
+        assert torch.equal(seen, mask.expand(2, 4, 5, 6))
+
+    @pytest.mark.parametrize(("rows", "keys"), [(4, 4), (2, 5), (5, 2), (1, 3)])
+    def test_the_causal_flag_counts_from_the_upper_left(self, rows, keys):
+        seen, _ = self.read(rows, keys, is_causal=True)
+        assert torch.equal(seen[0, 0], torch.ones(rows, keys).tril().bool())
+
+
+class TestRefusals:
+    def test_an_unknown_implementation(self):
+        with pytest.raises(RecordingError, match="'strange'"):
+            read_mask(call("strange", None, 3, 3))
+
+    @pytest.mark.parametrize(
+        "shape", [(3, 3), (2, 1, 3, 2), (2, 3, 3, 3), (5, 1, 3, 3), (2, 1, 2, 3)]
+    )
+    def test_a_mask_that_does_not_fit(self, shape):
+        with pytest.raises(RecordingError, match="not known"):
+            read_mask(call("eager", torch.zeros(shape), 3, 3))
+
+    @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+    def test_a_boolean_mask_that_would_be_added(self, implementation):
+        with pytest.raises(RecordingError, match="mask nothing"):
+            read_mask(call(implementation, torch.ones(2, 1, 3, 3, dtype=torch.bool), 3, 3))
