@@ -6,7 +6,7 @@ from torch import nn
 
 from quantdiff.errors import RecordingError, UsageError
 
-__all__ = ["block_list", "layer_of", "named_layers", "owning_list"]
+__all__ = ["block_list", "is_cross", "layer_of", "named_layers", "owning_list"]
 
 Layers = list[tuple[str, nn.Module]]
 
@@ -86,6 +86,12 @@ def layer_of(site: str, layers: Layers) -> int | None:
         if site == name or site.startswith(f"{name}."):
             return i
     return None
+
+
+def is_cross(site: str) -> bool:
+    """Whether an attention module is, by its name, the cross-attention of a layer."""
+    last = site.rpartition(".")[2].lower()
+    return "cross" in last or last.startswith(("encoder_attn", "encdec"))
 
 
 def _outermost(site: str, lists: dict[str, nn.ModuleList]) -> str | None:

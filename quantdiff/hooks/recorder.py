@@ -11,7 +11,7 @@ from quantdiff.errors import RecordingError, UsageError
 from quantdiff.hooks import dispatch
 from quantdiff.hooks.check import check_weights
 from quantdiff.hooks.kept import Detail, Kept
-from quantdiff.hooks.layers import block_list, layer_of, named_layers, owning_list
+from quantdiff.hooks.layers import block_list, is_cross, layer_of, named_layers, owning_list
 from quantdiff.hooks.masks import Bias, check_options, position_bias, read_mask, read_sdpa
 from quantdiff.hooks.passes import Entrance, Pass, arguments, cache_of, in_backward, is_entered
 from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
@@ -197,7 +197,9 @@ class Recorder:
         return self._sequences.begin(tokens.shape[0], length, mask, cache_of(given))
 
     def _check_complete(self, now: Pass) -> None:
-        expected = [name for name, _ in self._attention] + [name for name, _ in self._layers]
+        # A decoder half stands without its encoder: its cross-attention may stay silent.
+        attention = [name for name, _ in self._attention if not is_cross(name)]
+        expected = attention + [name for name, _ in self._layers]
         silent = [name for name in expected if not now.fired[name]]
         if silent:
             raise RecordingError(
@@ -260,8 +262,9 @@ class Recorder:
         scale = call.options.get("scaling")
         scale = call.query.shape[-1] ** -0.5 if scale is None else scale
         softcap = call.options.get("softcap")
+        site = f"{name} (cross-attention)" if is_cross(name) else name
         self._kept.logits(
-            name, call.query, call.key, float(scale), visible, now.batch, softcap=softcap, bias=bias
+            site, call.query, call.key, float(scale), visible, now.batch, softcap=softcap, bias=bias
         )
         call.recorded = (float(scale), visible, softcap, bias)
 
