@@ -32,6 +32,16 @@ def statistics(x: Tensor, seen: Tensor) -> dict[str, np.ndarray]:
     return result
 
 
+def multiply(query: Tensor, key: Tensor) -> Tensor:
+    """q·kᵀ in fp32 of the values as they enter the product, which autocast may round."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key = query.to(dtype), key.to(dtype)
+    with torch.autocast("cpu", enabled=False):
+        key = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return query.float() @ key.transpose(2, 3)
+
+
 class Materialised:
     """Attention logits and hidden states of a Llama-like model, all of them kept.
 
@@ -65,9 +75,7 @@ class Materialised:
             layer = attention.layer_idx
             if layer not in taken:
                 taken.add(layer)
-                groups = query.shape[1] // key.shape[1]
-                keys = key.float().repeat_interleave(groups, 1)
-                product = query.float() @ keys.transpose(2, 3) * scaling  # (B, H, N, M)
+                product = multiply(query, key) * scaling  # (B, H, N, M)
                 for b, real in enumerate(self.real):
                     seen = attention_mask[b, 0] > torch.finfo(attention_mask.dtype).min / 2
                     pair = product[b][:, real][:, :, real], seen[real][:, real]
