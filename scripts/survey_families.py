@@ -56,13 +56,18 @@ SIZES: dict[str, Any] = {
     "rotary_dim": 8, "rotary_pct": 0.5,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "initializer_range": 0.2,
+    "attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1, 3],
     "is_decoder": True, "add_cross_attention": False, "use_cache": True,
 }  # fmt: skip
 
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 
 # What single families need beyond that.
-SPECIAL: dict[str, dict[str, Any]] = {}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 8},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from hypothesis import settings
 
 # The first examples compile, import and warm up: time says nothing about correctness here.
 settings.register_profile("quantdiff", deadline=None)
+settings.register_profile("long", deadline=None, max_examples=2000)  # --hypothesis-profile=long
 settings.load_profile("quantdiff")
 
 
