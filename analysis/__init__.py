@@ -3,8 +3,9 @@
 The public names are imported when they are first used: a table must not wait for seaborn.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quantdiff.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quantdiff.analysis.figures import plot, save_figures
@@ -42,12 +43,4 @@ _HOME = {
     "worst_layers_table": "tables",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'quantdiff.analysis' has no attribute {name!r}")
-    return getattr(import_module(f"quantdiff.analysis.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("quantdiff.analysis", _HOME)

@@ -4,10 +4,10 @@ The public names are gathered here and imported when they are first used, so tha
 package stays quick.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantdiff.errors import MissingExtraError, RecordingError, UsageError
+from quantdiff.lazy import lazy_names
 from quantdiff.versions import VERSION
 
 if TYPE_CHECKING:
@@ -38,12 +38,4 @@ _HOME = {
     "record": "quantdiff.hooks",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'quantdiff' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("quantdiff", _HOME)

@@ -21,7 +21,7 @@ FOLDERS = {
     "analysis": Path(quantdiff.analysis.__file__).parent,
     "cli": ROOT / "cli",
 }
-COMMON = {"errors", "files", "versions"}
+COMMON = {"errors", "files", "lazy", "versions"}
 ALLOWED = {
     "attention": set(),
     "statistics": set(),

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quantdiff.errors import RecordingError
+from quantdiff.hooks.dispatch import AttentionCall
 from quantdiff.hooks.masks import Bias
+from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.hooks.sequences import Batch
 from quantdiff.statistics import Visible
 
@@ -42,6 +44,44 @@ class Pass:
         if before is None or before[0] != call:
             return False
         return True if before[1]() is query and before[2]() is key else None
+
+    def visible(
+        self,
+        call: AttentionCall | SdpaCall,
+        read: Callable[[], tuple[Visible, Bias | None]],
+    ) -> tuple[Visible, Bias | None]:
+        """Which logits of a call count: its mask, read once for all layers that share it.
+
+        Raises:
+            RecordingError: the queries are not those of the pass's tokens.
+        """
+        batch, rows = call.query.shape[0], call.query.shape[2]
+        if self.batch.shape[1] == 0:  # an image, whose tokens are known now
+            self.batch.keep(torch.ones(batch, rows, dtype=torch.bool))
+        if (batch, rows) != self.batch.shape:
+            raise RecordingError(
+                f"queries of shape {tuple(call.query.shape)} do not fit a pass over "
+                f"{self.batch.shape[0]} sequences of {self.batch.shape[1]} tokens"
+            )
+        options = getattr(call, "options", {})
+        key = (
+            id(call.mask), getattr(call, "implementation", None), call.query.shape[1],
+            call.key.shape[2], options.get("sliding_window"), options.get("is_causal"),
+            getattr(getattr(call, "module", call), "is_causal", None),
+        )  # fmt: skip
+        known = self.masks.get(key)
+        if known is None:
+            visible, bias = read()
+            if not self.batch.told and call.mask is not None:
+                # Only a ready mask was given: a query that may attend nothing is padding.
+                kept = self.batch.kept.to(visible.stop.device).clone()
+                kept[:, self.batch.past :] &= visible.stop > visible.start
+                self.batch.keep(kept)
+                self.batch.told = True
+            visible = visible.only(self.batch.real.to(visible.stop.device))
+            # Holding the mask keeps its id from being used again.
+            known = self.masks[key] = (call.mask, visible, bias)
+        return known[1], known[2]
 
 
 class _Wrapped:

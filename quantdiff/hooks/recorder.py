@@ -12,13 +12,12 @@ from quantdiff.hooks import dispatch
 from quantdiff.hooks.check import check_weights
 from quantdiff.hooks.kept import Detail, Kept
 from quantdiff.hooks.layers import block_list, is_cross, layer_of, named_layers, owning_list
-from quantdiff.hooks.masks import Bias, check_options, position_bias, read_mask, read_sdpa
+from quantdiff.hooks.masks import check_options, position_bias, read_mask, read_sdpa
 from quantdiff.hooks.passes import Entrance, Pass, arguments, cache_of, in_backward, is_entered
 from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
 from quantdiff.hooks.sequences import Batch, Sequences
 from quantdiff.models import describe
 from quantdiff.models.families import layout_of
-from quantdiff.statistics import Visible
 from quantdiff.statistics.profile import DEFINITIONS, HiddenStates, Profile
 from quantdiff.versions import versions
 
@@ -257,7 +256,7 @@ class Recorder:
                 "does not know what that means"
             )
         check_options(call)
-        visible, bias = self._visible(now, call, call.mask, lambda: read_mask(call))
+        visible, bias = now.visible(call, lambda: read_mask(call))
         bias = position_bias(call, bias)
         scale = call.options.get("scaling")
         scale = call.query.shape[-1] ** -0.5 if scale is None else scale
@@ -309,46 +308,11 @@ class Recorder:
                            for site in self._kept.logit_sites)  # fmt: skip
             name = f"{name} #{turn}"
         now.fired[name] += 1
-        visible, bias = self._visible(now, call, call.mask, lambda: read_sdpa(call))
+        visible, bias = now.visible(call, lambda: read_sdpa(call))
         scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
         self._kept.logits(
             name, call.query, call.key, float(scale), visible, now.batch, softcap=None, bias=bias
         )
-
-    def _visible(
-        self,
-        now: Pass,
-        call: dispatch.AttentionCall | SdpaCall,
-        mask: Any,
-        read: Callable[[], tuple[Visible, Bias | None]],
-    ) -> tuple[Visible, Bias | None]:
-        """The call's mask, read once for all layers that share it."""
-        batch, rows = call.query.shape[0], call.query.shape[2]
-        if now.batch.shape[1] == 0:  # an image, whose tokens are known now
-            now.batch.keep(torch.ones(batch, rows, dtype=torch.bool))
-        if (batch, rows) != now.batch.shape:
-            raise RecordingError(
-                f"queries of shape {tuple(call.query.shape)} do not fit a pass over "
-                f"{now.batch.shape[0]} sequences of {now.batch.shape[1]} tokens"
-            )
-        options = getattr(call, "options", {})
-        key = (
-            id(mask), getattr(call, "implementation", None), call.query.shape[1], call.key.shape[2],
-            options.get("sliding_window"), options.get("is_causal"),
-            getattr(getattr(call, "module", call), "is_causal", None),
-        )  # fmt: skip
-        known = now.masks.get(key)
-        if known is None:
-            visible, bias = read()
-            if not now.batch.told and mask is not None:
-                # Only a ready mask was given: a query that may attend nothing is padding.
-                kept = now.batch.kept.to(visible.stop.device).clone()
-                kept[:, now.batch.past :] &= visible.stop > visible.start
-                now.batch.keep(kept)
-                now.batch.told = True
-            visible = visible.only(now.batch.real.to(visible.stop.device))
-            known = now.masks[key] = (mask, visible, bias)  # holding the mask keeps its id
-        return known[1], known[2]
 
     def _layer_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

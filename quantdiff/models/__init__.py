@@ -3,8 +3,9 @@
 The names are fetched on first use, so that importing this package does not import transformers.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quantdiff.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quantdiff.models.description import context_length, describe, vocabulary_size
@@ -22,14 +23,4 @@ _HOMES = {
     "vocabulary_size": "description",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(globals() | _HOMES)
+__getattr__, __dir__ = lazy_names("quantdiff.models", _HOMES)
