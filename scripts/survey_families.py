@@ -13,11 +13,13 @@ import contextlib
 import copy
 import gc
 import io
+import json
 import logging
+import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +338,8 @@ def page(results: list[Result]) -> str:
         f"- {len(both)} of {len(results)} families are exact under eager and sdpa;",
         f"- {len(wrong)} give a wrong number;",
         "- *refused*: quantdiff says why it will not record; *not offered*: the family does not "
-        "run with this implementation here; *not tried*: no tiny model could be built or run.",
+        "run with this implementation here; *crashed*: the forward ends the process, also without "
+        "quantdiff; *not tried*: no tiny model could be built or run.",
         "",
         f"Versions: {made}.",
         "",
@@ -355,31 +358,75 @@ def page(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def work(families: list[str], backends: list[str]) -> int:
+    """Survey families, one JSON line each."""
+    for family in families:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            result = survey(family, backends)
+        print(json.dumps(asdict(result)), flush=True)
+        gc.collect()
+        torch._dynamo.reset()
+    return 0
+
+
+def supervise(families: list[str], backends: list[str]) -> Iterator[Result]:
+    """Survey in a process of its own: a family that ends it does not end the survey."""
+    left = list(families)
+    while left:
+        command = [sys.executable, __file__, "--worker", *left, "--backends", *backends]
+        worker = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            yield Result(**json.loads(line))
+            left.pop(0)
+        if worker.wait() and left:
+            yield one_by_one(left.pop(0), backends)
+
+
+def one_by_one(family: str, backends: list[str]) -> Result:
+    """Each backend in a process of its own, to see which of them ends it."""
+    merged = Result(family)
+    for backend in backends:
+        command = [sys.executable, __file__, "--worker", family, "--backends", backend]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            merged.words[backend] = "crashed"
+            merged.reasons[backend] = f"{backend} ends the process"
+            continue
+        part = Result(**json.loads(done.stdout.splitlines()[-1]))
+        merged.name = part.name
+        merged.words |= part.words
+        merged.reasons |= part.reasons
+    return merged
+
+
 def main() -> int:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("families", nargs="*", help="default: all of them")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--backends", nargs="*", default=BACKENDS, choices=BACKENDS)
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
+    families = options.families or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if options.worker:
+        return work(families, options.backends)
     results = []
-    for family in options.families or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            result = survey(family, options.backends)
+    for result in supervise(families, options.backends):
         results.append(result)
         reasons = "; ".join(dict.fromkeys(reason for reason in result.reasons.values() if reason))
         print(
-            f"{family:24}",
+            f"{result.family:24}",
             *(f"{result.words[b]:12}" for b in options.backends),
             reasons[:150],
             flush=True,
         )
-        gc.collect()
-        torch._dynamo.reset()
     if options.out:
         write_bytes(options.out, page(results).encode())
     return int(any("WRONG" in r.words.values() for r in results))

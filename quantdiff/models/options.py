@@ -1,5 +1,7 @@
 """Validation of what a user may choose when loading: device, dtype, attention implementation."""
 
+import os
+import shutil
 from importlib import metadata
 
 import torch
@@ -88,13 +90,19 @@ def check_attention(attention: str | None, device: torch.device) -> None:
         device: where the model goes.
 
     Raises:
-        UsageError: unknown name, or a flash implementation without a CUDA device.
+        UsageError: unknown name, a flash implementation without a CUDA device, or flex attention
+            on a CPU without a C++ compiler.
         MissingExtraError: a flash implementation whose package is not installed.
     """
     if attention is not None and attention not in ATTENTION:
         raise UsageError(
             f"attention {attention!r} is unknown: use one of {', '.join(ATTENTION)}, or leave it "
             f"out for the model's default"
+        )
+    if attention == "flex_attention" and device.type == "cpu" and not _has_cpp_compiler():
+        raise UsageError(
+            "attention 'flex_attention' is compiled on a CPU and no C++ compiler was found: "
+            "install g++ (or set CXX), or use sdpa"
         )
     if attention not in FLASH:
         return
@@ -108,6 +116,10 @@ def check_attention(attention: str | None, device: torch.device) -> None:
         ) from error
     if device.type != "cuda":
         raise UsageError(f"attention {attention!r} runs on CUDA devices only: use sdpa on the CPU")
+
+
+def _has_cpp_compiler() -> bool:
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))))
 
 
 def check_flash_dtype(attention: str | None, dtype: torch.dtype | str | None) -> None:

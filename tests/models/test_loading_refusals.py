@@ -382,3 +382,11 @@ def test_gguf_without_the_extra(tmp_path, monkeypatch, package):
 
 def test_the_tokenizer_helper_adds_bos_only_when_asked():
     assert tiny_tokenizer()("in").input_ids == [0, *tiny_tokenizer(bos=False)("in").input_ids]
+
+
+def test_flex_attention_without_a_compiler(tmp_path, monkeypatch):
+    save_tiny(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UsageError, match=r"no C\+\+ compiler was found.*use sdpa"):
+        load(tmp_path, device="cpu", attention="flex_attention")
