@@ -63,7 +63,12 @@ class Kept:
     def attention_logits(self, layout: str) -> AttentionLogits:
         """The logit sites in the order of the layers."""
         order = sorted(self.logit_sites.values(), key=lambda site: site.layer)
-        return AttentionLogits(order, {site.layer: branches(layout, site.groups) for site in order})
+        heads: dict[int, int] = {}
+        for site in order:  # cross-attention may have other heads than its layer's own
+            heads[site.layer] = max(site.groups, heads.get(site.layer, 0))
+        return AttentionLogits(
+            order, {layer: branches(layout, count) for layer, count in heads.items()}
+        )
 
     def logits(
         self,
@@ -76,6 +81,7 @@ class Kept:
         *,
         softcap: float | None,
         bias: Bias | None,
+        cross: bool,
     ) -> None:
         """Add one attention call of the site `name`, a module path and perhaps a remark behind it.
 
@@ -83,6 +89,7 @@ class Kept:
             query: (B, H, N, D).
             key: (B, G, M, D).
             scale, visible, softcap, bias: as in `measure_logits`.
+            cross: the keys are those of something else, with their own numbers.
 
         Raises:
             RecordingError: NaN or infinity among the logits.
@@ -90,7 +97,7 @@ class Kept:
         layer = layer_of(name.partition(" ")[0], self._layers)
         assert layer is not None, name
         query, key = _as_multiplied(query, key)
-        offset = batch.key_offset(key.shape[2])
+        offset = None if cross else batch.key_offset(key.shape[2])
         with self.lock:
             site = self.logit_sites.get(name)
             if site is None:
@@ -146,9 +153,9 @@ class Kept:
 def _as_multiplied(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """q and k in the dtype in which they are multiplied: autocast may round them first."""
     device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype == torch.float32:
+    if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        return query.to(dtype), key.to(dtype)
+        query, key = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key))
     return query, key
 
 
@@ -163,20 +170,18 @@ def _first(output: Any) -> Any:
 
 
 def _locate_logits(
-    place: NDArray[np.int64], layer: int, batch: Batch, offset: int
+    place: NDArray[np.int64], layer: int, batch: Batch, offset: int | None
 ) -> NDArray[np.int64]:
     """From (head, batch row, query row, key) to (layer, head, sequence, query, key)."""
     head, b, n, m = place.T
-    # Keys of another sequence, as in cross-attention, keep their own numbers.
-    inside = offset + m < batch.positions.shape[1]
-    keys = batch.positions[b, np.minimum(offset + m, batch.positions.shape[1] - 1)]
+    keys = m if offset is None else batch.positions[b, offset + m]
     return np.stack(
         [
             np.full_like(head, layer),
             head,
             batch.first + b,
             batch.positions[b, batch.past + n],
-            np.where(inside, keys, m),
+            keys,
         ],
         1,
     )

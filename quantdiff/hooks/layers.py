@@ -40,7 +40,7 @@ def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, lis
             f"attention modules stand in more than one list of layers ({', '.join(found)}); "
             "quantdiff records decoder-only models"
         )
-    layers = [(f"{found[0]}.{i}", layer) for i, layer in enumerate(lists[found[0]])]
+    layers = _distinct([(f"{found[0]}.{i}", layer) for i, layer in enumerate(lists[found[0]])])
     return layers, [site for site in attention if owners[site] == found[0]]
 
 
@@ -50,13 +50,15 @@ def block_list(model: nn.Module) -> Layers:
     Raises:
         RecordingError: there is none; the remedy is to name the layers.
     """
-    best, size = None, 0
+    best, size = None, (False, 0)
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or not len(module):
+        # A list of towers is no list of blocks: the blocks are inside.
+        if not _alike(module) or any(_alike(m) and len(m) > 1 for b in module for m in b.modules()):
             continue
-        weights = sum(p.numel() for p in module.parameters())
-        if len({type(child) for child in module}) == 1 and weights > size:
-            best, size = (name, module), weights
+        # One block makes a list only where there is no other.
+        weight = (len(module) > 1, sum(p.numel() for p in module.parameters()))
+        if weight > size:
+            best, size = (name, module), weight
     if best is None:
         raise RecordingError(
             f"{type(model).__name__} has no list of like blocks; name its layers: "
@@ -64,7 +66,7 @@ def block_list(model: nn.Module) -> Layers:
         )
     name, module = best
     prefix = f"{name}." if name else ""
-    return [(f"{prefix}{i}", layer) for i, layer in enumerate(module)]
+    return _distinct([(f"{prefix}{i}", layer) for i, layer in enumerate(module)])
 
 
 def named_layers(model: nn.Module, names: Sequence[str]) -> Layers:
@@ -77,7 +79,7 @@ def named_layers(model: nn.Module, names: Sequence[str]) -> Layers:
     for name in names:
         if name not in modules:
             raise UsageError(f"{type(model).__name__} has no module {name!r}")
-    return [(name, modules[name]) for name in names]
+    return _distinct([(name, modules[name]) for name in names])
 
 
 def layer_of(site: str, layers: Layers) -> int | None:
@@ -90,8 +92,26 @@ def layer_of(site: str, layers: Layers) -> int | None:
 
 def is_cross(site: str) -> bool:
     """Whether an attention module is, by its name, the cross-attention of a layer."""
-    last = site.rpartition(".")[2].lower()
-    return "cross" in last or last.startswith(("encoder_attn", "encdec"))
+    parts = site.lower().split(".")
+    return any("cross" in part or part.startswith(("encoder_attn", "encdec")) for part in parts)
+
+
+def _alike(module: nn.Module) -> bool:
+    """Whether a module is a list of modules of one type."""
+    return (
+        isinstance(module, nn.ModuleList | nn.Sequential)
+        and len({type(child) for child in module}) == 1
+    )
+
+
+def _distinct(layers: Layers) -> Layers:
+    """Refuse a module that stands twice: its outputs would all be those of both places."""
+    if len({id(module) for _, module in layers}) < len(layers):
+        raise RecordingError(
+            "one module stands more than once in the list of layers; which of them an output "
+            "belongs to cannot be told"
+        )
+    return layers
 
 
 def _outermost(site: str, lists: dict[str, nn.ModuleList]) -> str | None:

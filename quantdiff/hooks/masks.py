@@ -162,6 +162,13 @@ def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
                 f"flash attention with a mask of {call.mask.dim()} dimensions is not known"
             )
         keys = min(keys, call.mask.shape[1])  # the rest of a static cache is cut off
+    positions = call.options.get("position_ids")
+    packed = call.mask is None and batch == 1 and isinstance(positions, Tensor) and rows > 1
+    if packed and bool((positions.flatten().diff() != 1).any()):
+        raise RecordingError(
+            "position_ids that start anew pack several sequences into one for flash attention; "
+            "quantdiff does not record packed sequences"
+        )
     visible = Visible.everything(batch, rows, keys, device)
     # The last query stands at the last key.
     here = torch.arange(keys - rows, keys, dtype=torch.int32, device=device)

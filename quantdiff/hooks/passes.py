@@ -2,13 +2,13 @@
 
 import functools
 import inspect
-import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.dispatch import AttentionCall
@@ -20,30 +20,52 @@ from quantdiff.statistics import Visible
 __all__ = ["Entrance", "Pass", "arguments", "cache_of", "in_backward", "is_entered"]
 
 
+class _Identity:
+    """Tells whether another tensor is the same view of the same memory, without holding it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._view = self._describe(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it is, unchanged since."""
+        same = self._storage == StorageWeakRef(tensor.untyped_storage())
+        return same and not self._storage.expired() and self._view == self._describe(tensor)
+
+    @staticmethod
+    def _describe(tensor: Tensor) -> tuple[Any, ...]:
+        version = None if tensor.is_inference() else tensor._version
+        return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+
+
 class Pass:
     """What is known of the forward pass under way in one thread."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, layers: Sequence[str]) -> None:
         self.batch = batch
+        self.layers = layers
         self.fired: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()  # calls of each attention module
         self.stack: list[str] = []  # modules under way, the innermost last
         self.masks: dict[Any, tuple[Any, Visible, Bias | None]] = {}
         # Weakly: held, the queries and keys of all layers would outweigh the activations.
-        self._seen: dict[str, tuple[int, weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        self._seen: dict[str, tuple[int, list[tuple[_Identity, _Identity]]]] = {}
 
-    def is_repeat(self, name: str, query: Tensor, key: Tensor) -> bool | None:
-        """Whether a module attends again, in one call of it, with the same queries and keys.
+    def turn(self, module: str, query: Tensor, key: Tensor) -> int | None:
+        """How many other attentions a module has computed in this call of it.
 
-        DiffLlama does, once for each half of V. None if they are other queries or keys; False for
-        the first time in a call.
+        None if it has attended with the same queries and keys already: differential attention does,
+        once for each half of V.
         """
-        call = self.entered[name]
-        before = self._seen.get(name)
-        self._seen[name] = (call, weakref.ref(query), weakref.ref(key))
-        if before is None or before[0] != call:
-            return False
-        return True if before[1]() is query and before[2]() is key else None
+        call = self.entered[module]
+        number, pairs = self._seen.get(module, (call, []))
+        if number != call:
+            pairs = []
+        self._seen[module] = (call, pairs)
+        if any(q.is_of(query) and k.is_of(key) for q, k in pairs):
+            return None
+        pairs.append((_Identity(query), _Identity(key)))
+        return len(pairs) - 1
 
     def visible(
         self,
@@ -73,15 +95,39 @@ class Pass:
         if known is None:
             visible, bias = read()
             if not self.batch.told and call.mask is not None:
-                # Only a ready mask was given: a query that may attend nothing is padding.
-                kept = self.batch.kept.to(visible.stop.device).clone()
-                kept[:, self.batch.past :] &= visible.stop > visible.start
-                self.batch.keep(kept)
-                self.batch.told = True
+                self._adopt(visible, call.key.shape[2])
             visible = visible.only(self.batch.real.to(visible.stop.device))
             # Holding the mask keeps its id from being used again.
             known = self.masks[key] = (call.mask, visible, bias)
         return known[1], known[2]
+
+    def _adopt(self, visible: Visible, keys: int) -> None:
+        """Take padding from a ready mask, where no 2-D one was given.
+
+        Padding is a token that may attend nothing and that no other token may attend.
+        """
+        past, rows = self.batch.past, self.batch.shape[1]
+        offset = self.batch.key_offset(keys)
+        if keys < rows or offset:
+            return  # not the tokens' own mask, or one that has dropped some of them
+        idle = visible.stop <= visible.start  # (B, N)
+        columns = torch.arange(past, past + rows, device=idle.device)
+        for b, n in idle.nonzero().tolist():
+            attended = (visible.start[b] <= columns[n]) & (columns[n] < visible.stop[b])
+            extra = visible.mask_rows(0, rows)
+            if extra is not None:
+                attended &= extra[b if len(extra) > 1 else 0, :, :, columns[n]].any(0)
+            idle[b, n] = not bool(attended.any())
+        self.batch.told = True
+        if bool(idle.any()):
+            if any(self.fired[name] for name in self.layers):
+                raise RecordingError(
+                    "only a ready attention mask was given, and layers ran before the first "
+                    "attention that reads it; give the 2-D mask of the padding"
+                )
+            kept = self.batch.kept.to(idle.device).clone()
+            kept[:, past:] &= ~idle
+            self.batch.keep(kept)
 
 
 class _Wrapped:

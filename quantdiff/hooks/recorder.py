@@ -53,6 +53,9 @@ class Recorder:
         self._wrapped: list[Entrance] = []
         self._sequences = Sequences()
         self._interrupted = False
+        self._poisoned: str | None = None
+        self._open = 0  # passes under way
+        self._cross: set[str] = set()
         self._checked: set[str] = set()
         self._find(layers)
         self._layout = layout_of(model)
@@ -114,6 +117,8 @@ class Recorder:
             RecordingError: nothing was recorded yet.
         """
         with self._lock, self._kept.lock:
+            if self._poisoned is not None:
+                raise RecordingError(f"this recording holds wrong numbers: {self._poisoned}")
             if not self._sequences.tokens:
                 raise RecordingError("nothing was recorded: the model did not run in the context")
             recorded = Profile(
@@ -126,7 +131,7 @@ class Recorder:
                 },
                 definition=dict(DEFINITIONS),
                 detail=self._detail,
-                partial=partial or self._interrupted,
+                partial=partial or self._interrupted or self._open > 0,
                 versions=versions(),
                 attention_logits=self._kept.attention_logits(self._layout),
                 hidden_states=HiddenStates(list(self._kept.hidden_sites.values())),
@@ -159,11 +164,17 @@ class Recorder:
         """Run a forward; the outermost one is a pass."""
         if torch.compiler.is_compiling():
             raise RecordingError("a model cannot be recorded inside torch.compile; run it plainly")
-        if getattr(self._local, "now", None) is not None or in_backward():
-            return forward(*args, **kwargs)  # the decoder inside the model whose pass has begun
+        if in_backward():
+            return forward(*args, **kwargs)
         given = arguments(forward, args, kwargs)
+        now: Pass | None = getattr(self._local, "now", None)
+        if now is not None:
+            self._learn(now, given)  # the decoder inside the model whose pass has begun
+            return forward(*args, **kwargs)
         with self._lock:
-            self._local.now = now = Pass(self._describe(given))
+            self._open += 1
+            now = Pass(self._describe(given), [name for name, _ in self._layers])
+        self._local.now = now
         try:
             if self._attention:
                 output = forward(*args, **kwargs)
@@ -176,11 +187,27 @@ class Recorder:
             raise
         finally:
             self._local.now = None
+            with self._lock:
+                self._open -= 1
         cache = cache_of(output) if isinstance(output, dict | tuple) else None
         cache = cache_of(given) if cache is None else cache
         with self._lock:
             self._sequences.end(now.batch, cache)
         return output
+
+    def _learn(self, now: Pass, given: dict[str, Any]) -> None:
+        """Take from an inner decoder's arguments what the outermost call did not tell."""
+        mask, cache = _padding(given), cache_of(given)
+        if cache is not None and int(cache.get_seq_length()) and not now.batch.past:
+            raise RecordingError(
+                "a key-value cache reaches the decoder under a name that quantdiff does not know; "
+                "record the transformers model itself"
+            )
+        if mask is None or now.batch.told or now.stack or any(now.fired.values()):
+            return
+        with self._lock:
+            self._sequences.sequences = min(self._sequences.sequences, now.batch.first)
+            now.batch = self._sequences.begin(*now.batch.shape, mask, cache)
 
     def _describe(self, given: dict[str, Any]) -> Batch:
         tokens = given.get("input_ids")
@@ -189,11 +216,9 @@ class Recorder:
             tokens = next((x for x in given.values() if isinstance(x, Tensor)), None)
         if tokens is None:
             raise RecordingError("a recorded model is called with input_ids or inputs_embeds")
-        mask = given.get("attention_mask")
-        mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         # An image's tokens are known only when its first layer runs.
         length = 0 if tokens.dim() > 3 else tokens.shape[1] if tokens.dim() > 1 else 1
-        return self._sequences.begin(tokens.shape[0], length, mask, cache_of(given))
+        return self._sequences.begin(tokens.shape[0], length, _padding(given), cache_of(given))
 
     def _check_complete(self, now: Pass) -> None:
         # A decoder half stands without its encoder: its cross-attention may stay silent.
@@ -235,7 +260,7 @@ class Recorder:
     def _leaving(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             now: Pass | None = getattr(self._local, "now", None)
-            if now is not None and not in_backward() and now.stack:
+            if now is not None and not in_backward() and now.stack[-1:] == [name]:
                 now.stack.pop()
 
         return hook
@@ -247,10 +272,10 @@ class Recorder:
         name = self._names[call.module]
         now = self._current(name)
         now.fired[name] += 1
-        repeat = now.is_repeat(name, call.query, call.key)
-        if repeat:
+        turn = now.turn(name, call.query, call.key)
+        if turn is None:
             return
-        if repeat is None:
+        if turn:
             raise RecordingError(
                 f"{name} attends more than once in one call, with other queries or keys; quantdiff "
                 "does not know what that means"
@@ -263,8 +288,9 @@ class Recorder:
         softcap = call.options.get("softcap")
         site = f"{name} (cross-attention)" if is_cross(name) else name
         self._kept.logits(
-            site, call.query, call.key, float(scale), visible, now.batch, softcap=softcap, bias=bias
-        )
+            site, call.query, call.key, float(scale), visible, now.batch,
+            softcap=softcap, bias=bias, cross=is_cross(name),
+        )  # fmt: skip
         call.recorded = (float(scale), visible, softcap, bias)
 
     def attended(self, call: dispatch.AttentionCall, output: Any) -> None:
@@ -281,9 +307,14 @@ class Recorder:
                 f"the eager attention of {name} returns no weights by which its logits could be "
                 "checked; load the model with attention='sdpa'"
             )
-        with torch.no_grad():
-            check_weights(name, weights, call.query, call.key, *call.recorded)
-        self._checked.add(name)
+        try:
+            with torch.no_grad():
+                told = check_weights(name, weights, call.query, call.key, *call.recorded)
+        except RecordingError as error:
+            self._poisoned = str(error)
+            raise
+        if told:
+            self._checked.add(name)
 
     def _sdpa(self, call: SdpaCall) -> None:
         """Record one scaled_dot_product_attention call of the module under way."""
@@ -297,22 +328,27 @@ class Recorder:
                 f"{self._layers[-1][0]}; name the layers: record(model, layers=['…', …])"
             )
         queries, keys = call.query.shape[2], call.key.shape[2]
-        cross = queries != keys and not now.batch.past and not call.is_causal and queries > 1
-        name = f"{module} (cross-attention)" if cross else module
-        repeat = now.is_repeat(name, *call.tensors)
-        if repeat:
+        turn = now.turn(module, *call.tensors)
+        if turn is None:
             return
-        if repeat is None:
-            # A second attention in one call of the module, for example of a differential pair.
-            turn = 1 + sum(site.startswith(f"{name} #") and now.fired[site] > 0
-                           for site in self._kept.logit_sites)  # fmt: skip
-            name = f"{name} #{turn}"
+        # A further attention in one call of the module, for example of a differential pair.
+        name = f"{module} #{turn}" if turn else module
+        if is_cross(module) or keys < queries:
+            self._cross.add(name)
+        elif keys > queries and not call.is_causal and name not in self._cross:
+            raise RecordingError(
+                f"{module} attends from {queries} queries to {keys} keys: a cache of its own, or "
+                "cross-attention, which a module says by 'cross' in its name; neither can be told"
+            )
+        cross = name in self._cross
+        name = f"{name} (cross-attention)" if cross else name
         now.fired[name] += 1
         visible, bias = now.visible(call, lambda: read_sdpa(call))
         scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
         self._kept.logits(
-            name, call.query, call.key, float(scale), visible, now.batch, softcap=None, bias=bias
-        )
+            name, call.query, call.key, float(scale), visible, now.batch, softcap=None, bias=bias,
+            cross=cross,
+        )  # fmt: skip
 
     def _layer_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -363,6 +399,12 @@ def record(
             rightly.
     """
     return Recorder(model, top_k=top_k, detail=detail, layers=layers, compiled=compiled)
+
+
+def _padding(given: dict[str, Any]) -> Tensor | None:
+    """The 2-D mask among a call's arguments, or None."""
+    mask = given.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _refuse(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ A function mode that is active within the recorded model's forward alone sees ev
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -15,6 +16,12 @@ from quantdiff.errors import RecordingError
 
 __all__ = ["SdpaCall", "SdpaMode"]
 
+# What calls attention kernels by itself, past any function mode.
+_HIDDEN = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -60,6 +67,11 @@ class SdpaMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _HIDDEN:
+            raise RecordingError(
+                "torch.nn.MultiheadAttention and TransformerEncoderLayer compute their logits "
+                "where no hook reaches; scaled_dot_product_attention can be recorded"
+            )
         if func is F.scaled_dot_product_attention:
             self._observe(SdpaCall(args, kwargs))
         return func(*args, **kwargs)

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quantdiff.errors import RecordingError
+
 __all__ = ["Batch", "Sequences"]
 
 
@@ -70,6 +72,12 @@ class Sequences:
         device = mask.device if mask is not None else torch.device("cpu")
         kept = torch.ones(batch, past + length, dtype=torch.bool, device=device)
         if mask is not None:
+            if mask.shape[0] != batch or not bool(((mask == 0) | (mask == 1)).all()):
+                raise RecordingError(
+                    f"a 2-D attention mask holds 1 for tokens and 0 for padding, one row a "
+                    f"sequence; this one is {tuple(mask.shape)} over {batch} sequences, or holds "
+                    "other values"
+                )
             columns = min(mask.shape[1], past + length)
             kept[:, :columns] = mask[:, :columns].bool()
         elif before is not None and before.shape == (batch, past):

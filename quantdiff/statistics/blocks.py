@@ -1,6 +1,7 @@
 """The statistics of logits and tensors in plain torch, block by block, on any device."""
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ BLOCK_ELEMENTS = 1 << 20  # of a block of logits: 4 MiB of fp32
 SMALL = 4096  # elements summed in fp32 before fp64 takes over
 
 Bias = Callable[[int, int], Tensor]
+
+_precision = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -78,14 +81,16 @@ def torch_logits(
             if bias is not None:
                 added = bias(first, last)
                 s = s + added[b if len(added) > 1 else 0].to(s)[:, counted, low:high]
-            if fresh[b] and (softcap is not None or bias is not None):
-                # The closed form knows neither cap nor bias: the first block says where they lie.
-                std, mean = torch.std_mean(s.flatten(1).double(), 1, correction=0)
-                units[b] = unit_of(mean, std)
-            fresh[b] = False
             extra = visible.mask_rows(first, last)
             if extra is not None:
                 extra = extra[b if len(extra) > 1 else 0].to(q.device)[:, counted]
+            if fresh[b] and (softcap is not None or bias is not None):
+                # The closed form knows neither cap nor bias: the first block says where they lie.
+                here = columns[low:high]
+                seen = ((here >= start[:, None]) & (here < stop[:, None]))[None]
+                seen = seen if extra is None else seen & extra[:, :, low:high]
+                units[b] = _unit_of_seen(s, seen)
+            fresh[b] = False
             # What every row of the block sees needs no mask: all but the edges where causal.
             edges = [low, low, high, high]
             if extra is None:
@@ -167,6 +172,15 @@ def unit_of(mean: Tensor, spread: Tensor) -> NDArray[np.float32]:
     return np.stack([weight, pivot * weight], -1).reshape(-1, 2).astype(np.float32)
 
 
+def _unit_of_seen(s: Tensor, seen: Tensor) -> NDArray[np.float32]:
+    """Weight and weighted pivot of the entries of s (H, n, m) that count."""
+    count = seen.expand(s.shape).sum((1, 2)).clamp(min=1)
+    x = torch.where(seen, s.double(), 0.0)
+    mean = x.sum((1, 2)) / count
+    spread = torch.where(seen, x - mean[:, None, None], 0.0).square().sum((1, 2)) / count
+    return unit_of(mean, spread.sqrt())
+
+
 def _nothing(groups: int) -> NDArray[np.void]:
     partial = np.zeros(groups, native.PARTIAL)
     partial["min"], partial["max"] = np.inf, -np.inf
@@ -175,14 +189,15 @@ def _nothing(groups: int) -> NDArray[np.void]:
 
 def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     """a·bᵀ in true fp32, whatever the process allows for its own products."""
-    allowed = torch.get_float32_matmul_precision()
-    if allowed == "highest":
-        return a @ b.mT
-    torch.set_float32_matmul_precision("highest")
-    try:
-        return a @ b.mT
-    finally:
-        torch.set_float32_matmul_precision(allowed)
+    with _precision:  # a setting of the process: two recordings must not take turns at it
+        allowed = torch.get_float32_matmul_precision()
+        if allowed == "highest":
+            return a @ b.mT
+        torch.set_float32_matmul_precision("highest")
+        try:
+            return a @ b.mT
+        finally:
+            torch.set_float32_matmul_precision(allowed)
 
 
 def _block(

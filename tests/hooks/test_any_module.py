@@ -253,3 +253,80 @@ def test_a_model_cannot_be_copied_while_it_is_recorded():
     with record(model), pytest.raises(RecordingError, match="cannot be copied"):
         copy.deepcopy(model)
     copy.deepcopy(model)(IDS)
+
+
+class Pair(nn.Module):
+    """Differential attention as four calls: two maps, two halves of V, views made anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, 2 * D) for _ in range(3))
+
+    def forward(self, x):
+        projected = (f(x).unflatten(-1, (2, H, -1)) for f in (self.q, self.k, self.v))
+        q, k, v = (t.permute(2, 0, 3, 1, 4) for t in projected)
+        a, b, c, d = (
+            F.scaled_dot_product_attention(q[i], k[i], v[j], is_causal=True)
+            for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))
+        )
+        return x + (a - 0.5 * b + c - 0.5 * d).transpose(1, 2).flatten(2)
+
+
+def test_a_pair_of_maps_counts_each_logit_once():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = make(Model)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), record(model) as recorder:
+            model(torch.randn(2, 5, D))
+        sites = recorder.profile().attention_logits.sites
+        names = [f"blocks.{i}{second}" for i in range(2) for second in ("", " #1")]
+        assert [site.name for site in sites] == names
+        assert all((site.count == 2 * 15).all() for site in sites)
+
+
+def test_keys_of_something_else_keep_their_own_numbers():
+    model = make(CrossModel)
+    with torch.no_grad(), record(model) as recorder:
+        model(torch.randn(2, 7, D), torch.randn(2, 4, D))
+    profile = recorder.profile()
+    cross = profile.attention_logits.items(profile.attention_logits.sites[1].top)
+    assert {item.key for item in cross} == {0, 1, 2, 3}
+    assert {item.query for item in cross} == set(range(7))
+
+
+class TestRefusals:
+    def test_a_block_that_stands_twice(self):
+        model = make(NanoGPT, is_causal=True)
+        model.blocks = nn.ModuleList([model.blocks[0]] * 3)
+        with pytest.raises(RecordingError, match="more than once"):
+            record(model)
+
+    def test_multihead_attention_of_torch(self):
+        layers = (nn.TransformerEncoderLayer(D, H, 32, batch_first=True) for _ in range(2))
+        model = nn.Sequential(*layers)
+        for mode in (model.train(), model.eval()):
+            with pytest.raises(RecordingError, match="MultiheadAttention"), record(mode):
+                mode(torch.randn(2, 5, D))
+
+    def test_more_keys_than_queries_that_nobody_explains(self):
+        model = make(CrossModel)
+        with pytest.raises(RecordingError, match="3 queries to 9 keys"), record(model):
+            model(torch.randn(2, 3, D), torch.randn(2, 9, D))
+
+
+def test_the_blocks_inside_a_wrapper_are_found():
+    model = make(NanoGPT, is_causal=True)
+    with torch.no_grad(), record(nn.Sequential(model)) as recorder:
+        model_output = recorder._model(IDS)
+    assert model_output.shape == (2, 11, 50)
+    names = [site.name for site in recorder.profile().hidden_states.sites]
+    assert names == ["0.blocks.0", "0.blocks.1", "0.blocks.2"]

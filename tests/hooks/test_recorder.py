@@ -363,3 +363,48 @@ def test_a_full_recording_contains_the_extremes():
     assert (full.to_frame()[columns] == short.to_frame()[columns]).to_numpy().all()
     assert full.attention_logits.top(100) == short.attention_logits.top(100)
     assert short.attention_logits.median is None
+
+
+class Wrapper(torch.nn.Module):
+    """Hands its arguments on under names of its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.lm = model
+
+    def forward(self, tokens, padding):
+        return self.lm(input_ids=tokens, attention_mask=padding)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_known_through_a_wrapper(side):
+    model, batch = tiny_llama(), padded([20, 11], side)
+    with record(Wrapper(model)) as recorder:
+        recorder._model(batch["input_ids"], batch["attention_mask"])
+    assert_same(profile_of(model, batch), recorder.profile())
+    assert recorder.profile().data["tokens"] == 31
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(2, 16), torch.ones(3, 16).long(), -torch.ones(2, 16)])
+def test_a_2d_mask_of_another_meaning_is_refused(mask):
+    model = tiny_llama()
+    mask = mask - torch.inf if mask.sum() == 0 else mask
+    with pytest.raises(RecordingError, match="1 for tokens and 0 for padding"), record(model):
+        model(input_ids=tiny_ids(2, 16), attention_mask=mask)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_is_taken_from_a_ready_mask(attention):
+    model, batch = tiny_llama(), padded([20, 11], "left")
+    model.set_attn_implementation(attention)
+    causal = torch.ones(20, 20, dtype=torch.bool).tril()
+    seen = causal & batch["attention_mask"][:, None, None, :].bool()
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    lowest = torch.finfo(torch.float32).min
+    added = torch.zeros(seen.shape).masked_fill(~seen, lowest)
+    ready = seen if attention == "sdpa" else added
+    given = {"input_ids": batch["input_ids"], "position_ids": positions}
+    expected = profile_of(model, {**given, "attention_mask": batch["attention_mask"]})
+    found = profile_of(model, {**given, "attention_mask": ready})
+    assert_same(expected, found)
+    assert found.data == expected.data

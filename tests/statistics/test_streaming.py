@@ -10,9 +10,11 @@ from quantdiff.statistics import (
     NonFiniteError,
     SiteStatistics,
     Visible,
+    blocks,
     measure_logits,
     measure_values,
     native,
+    streaming,
 )
 from tests import reference
 
@@ -70,12 +72,12 @@ def check(site, top, values, seen):
 
 
 @st.composite
-def cases(draw):
+def cases(draw, longest=70):
     groups = draw(st.sampled_from([1, 2, 3]))
     repeat = draw(st.sampled_from([1, 2, 3, 8]))
     batch = draw(st.integers(1, 3))
-    rows = draw(st.integers(1, 70))
-    keys = draw(st.integers(1, 90))
+    rows = draw(st.integers(1, longest))
+    keys = draw(st.integers(1, longest + 20))
     width = draw(st.sampled_from([1, 3, 8, 16, 33, 64]))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -208,6 +210,40 @@ def test_cap_and_bias_come_before_the_statistics():
         q, k, 1.0, visible, softcap=5.0, bias=lambda first, last: bias[:, :, first:last]
     )
     values = 5 * torch.tanh(reference.logits(q, k, 1.0) / 5) + bias.double()
+    check(site, top, values, dense(visible, values.shape))
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_a_bias_whose_mask_is_filled_leaves_the_moments_right(fill, softcap):
+    q, k = torch.randn(2, 4, 30, 8) * 4, torch.randn(2, 2, 30, 8)
+    visible = Visible.causal(2, 30, 30)
+    hidden = ~dense(visible, (2, 4, 30, 30))
+    bias = torch.randn(2, 4, 30, 30).masked_fill(hidden, fill)
+    site, top = measure(q, k, 1.0, visible, softcap=softcap, bias=lambda i, j: bias[:, :, i:j])
+    raw = reference.logits(q, k, 1.0)
+    raw = raw if softcap is None else softcap * torch.tanh(raw / softcap)
+    check(site, top, raw + bias.double(), ~hidden)
+
+
+def test_capped_logits_that_saturate_keep_their_spread():
+    q, k = torch.rand(1, 2, 40, 8) + 2, torch.rand(1, 2, 40, 8) + 2
+    site, _ = measure(q, k, 1.0, Visible.everything(1, 40, 40), softcap=30.0)
+    values = 30 * torch.tanh(reference.logits(q, k, 1.0) / 30)
+    expected = reference.statistics(values[0], torch.ones(2, 40, 40, dtype=torch.bool))
+    assert np.allclose(site.moments.std, expected["std"], rtol=1e-3)
+    assert np.allclose(site.moments.kurtosis, expected["kurtosis"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("compiled", PATHS)
+@given(case=cases(longest=400))
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_many_blocks_of_rows(monkeypatch, case, compiled):
+    monkeypatch.setattr(streaming, "BLOCK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1 << 12)
+    q, k, scale, visible = case
+    site, top = measure(q, k, scale, visible, compiled=compiled)
+    values = reference.logits(q, k, scale)
     check(site, top, values, dense(visible, values.shape))
 
 
