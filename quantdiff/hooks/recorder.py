@@ -1,6 +1,6 @@
 """Recording: hooks on every layer's output, and one between q·kᵀ and softmax in each layer."""
 
-import threading
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from quantdiff.errors import RecordingError, UsageError
 from quantdiff.hooks import dispatch
 from quantdiff.hooks.check import check_weights
+from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
 from quantdiff.hooks.kept import Detail, Kept
 from quantdiff.hooks.layers import block_list, is_cross, layer_of, named_layers, owning_list
 from quantdiff.hooks.masks import check_options, position_bias, read_mask, read_sdpa
-from quantdiff.hooks.passes import Entrance, Pass, arguments, cache_of, in_backward, is_entered
+from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.runs import Runs
 from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
-from quantdiff.hooks.sequences import Batch, Sequences
 from quantdiff.models import describe
 from quantdiff.models.families import layout_of
 from quantdiff.statistics.profile import DEFINITIONS, HiddenStates, Profile
@@ -47,19 +48,19 @@ class Recorder:
         _refuse(model)
         self._model = model
         self._detail: Detail = detail
-        self._local = threading.local()
-        self._lock = threading.Lock()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._wrapped: list[Entrance] = []
-        self._sequences = Sequences()
-        self._interrupted = False
         self._poisoned: str | None = None
-        self._open = 0  # passes under way
         self._cross: set[str] = set()
         self._checked: set[str] = set()
         self._find(layers)
         self._layout = layout_of(model)
         self._kept = Kept(self._layers, top_k=top_k, detail=detail, compiled=compiled)
+        self._runs = Runs(
+            [name for name, _ in self._layers],
+            within=contextlib.nullcontext if self._attention else lambda: SdpaMode(self._sdpa),
+            check=self._check_complete,
+        )
 
     def _find(self, layers: Sequence[str] | None) -> None:
         """The layers and, where they ask transformers' dispatch, the attention modules."""
@@ -88,12 +89,12 @@ class Recorder:
         try:
             dispatch.hook([module for _, module in self._attention], self)
             for module in self._entrances():
-                self._wrapped.append(Entrance(module, self._pass))
+                self._wrapped.append(Entrance(module, self._runs.around))
             watched = self._attention or list(self._model.named_modules())[1:]
             for name, module in watched:
                 self._handles += [
-                    module.register_forward_pre_hook(self._entering(name)),
-                    module.register_forward_hook(self._leaving(name), always_call=True),
+                    module.register_forward_pre_hook(self._runs.entering(name)),
+                    module.register_forward_hook(self._runs.leaving(name), always_call=True),
                 ]
             for name, layer in self._layers:
                 self._handles.append(layer.register_forward_hook(self._layer_hook(name)))
@@ -116,29 +117,28 @@ class Recorder:
         Raises:
             RecordingError: nothing was recorded yet.
         """
-        with self._lock, self._kept.lock:
+        runs = self._runs
+        with runs.lock, self._kept.lock:
             if self._poisoned is not None:
                 raise RecordingError(f"this recording holds wrong numbers: {self._poisoned}")
-            if not self._sequences.tokens:
+            if not runs.sequences.tokens:
                 raise RecordingError("nothing was recorded: the model did not run in the context")
             recorded = Profile(
                 model={**describe(self._model), "layout": self._layout, "lambda": None},
                 data={
                     "source": source,
-                    "tokens": self._sequences.tokens,
-                    "sequences": self._sequences.sequences,
-                    "sequence_length": self._sequences.longest,
+                    "tokens": runs.sequences.tokens,
+                    "sequences": runs.sequences.sequences,
+                    "sequence_length": runs.sequences.longest,
                 },
                 definition=dict(DEFINITIONS),
                 detail=self._detail,
-                partial=partial or self._interrupted or self._open > 0,
+                partial=partial or runs.interrupted or runs.open > 0,
                 versions=versions(),
                 attention_logits=self._kept.attention_logits(self._layout),
                 hidden_states=HiddenStates(list(self._kept.hidden_sites.values())),
             )
             return recorded.copy()
-
-    # The passes
 
     def _entrances(self) -> list[nn.Module]:
         """The modules through which a pass may begin: the model and the decoders inside it."""
@@ -153,72 +153,6 @@ class Recorder:
             if module is not self._model and inside and isinstance(module, PreTrainedModel):
                 found.append(module)
         return found
-
-    def _pass(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a forward; the outermost one is a pass."""
-        if torch.compiler.is_compiling():
-            raise RecordingError("a model cannot be recorded inside torch.compile; run it plainly")
-        if in_backward():
-            return forward(*args, **kwargs)
-        given = arguments(forward, args, kwargs)
-        now: Pass | None = getattr(self._local, "now", None)
-        if now is not None:
-            self._learn(now, given)  # the decoder inside the model whose pass has begun
-            return forward(*args, **kwargs)
-        with self._lock:
-            self._open += 1
-            now = Pass(self._describe(given), [name for name, _ in self._layers])
-        self._local.now = now
-        try:
-            if self._attention:
-                output = forward(*args, **kwargs)
-            else:
-                with SdpaMode(self._sdpa):
-                    output = forward(*args, **kwargs)
-            self._check_complete(now)
-        except BaseException:
-            self._interrupted = True  # some layers have seen the pass, others not
-            raise
-        finally:
-            self._local.now = None
-            with self._lock:
-                self._open -= 1
-        cache = cache_of(output) if isinstance(output, dict | tuple) else None
-        cache = cache_of(given) if cache is None else cache
-        with self._lock:
-            self._sequences.end(now.batch, cache)
-        return output
-
-    def _learn(self, now: Pass, given: dict[str, Any]) -> None:
-        """Take from an inner decoder's arguments what the outermost call did not tell."""
-        mask, cache = _padding(given), cache_of(given)
-        if cache is not None and int(cache.get_seq_length()) and not now.batch.past:
-            raise RecordingError(
-                "a key-value cache reaches the decoder under a name that quantdiff does not know; "
-                "record the transformers model itself"
-            )
-        if mask is None or now.batch.told or now.stack or any(now.fired.values()):
-            return
-        with self._lock:
-            self._sequences.sequences = min(self._sequences.sequences, now.batch.first)
-            now.batch = self._sequences.begin(*now.batch.shape, mask, cache)
-
-    def _describe(self, given: dict[str, Any]) -> Batch:
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
-        if tokens is None:
-            tokens = next((x for x in given.values() if isinstance(x, Tensor)), None)
-        if tokens is None:
-            raise RecordingError("a recorded model is called with input_ids or inputs_embeds")
-        # An image's tokens are known only when its first layer runs.
-        length = 0 if tokens.dim() > 3 else tokens.shape[1] if tokens.dim() > 1 else 1
-        return self._sequences.begin(tokens.shape[0], length, _padding(given), cache_of(given))
 
     def _check_complete(self, now: Pass) -> None:
         # A decoder half stands without its encoder: its cross-attention may stay silent.
@@ -237,40 +171,14 @@ class Recorder:
                 "model may do so when it is loaded with attention='sdpa'"
             )
 
-    def _current(self, name: str) -> Pass:
-        now: Pass | None = getattr(self._local, "now", None)
-        if now is None:
-            raise RecordingError(
-                f"{name} was called outside of the recorded model's forward pass; quantdiff cannot "
-                "tell which sequence this is"
-            )
-        return now
-
     # The hooks
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            now: Pass | None = getattr(self._local, "now", None)
-            if now is not None and not in_backward():
-                now.entered[name] += 1
-                now.stack.append(name)
-
-        return hook
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            now: Pass | None = getattr(self._local, "now", None)
-            if now is not None and not in_backward() and now.stack[-1:] == [name]:
-                now.stack.pop()
-
-        return hook
 
     def attention(self, call: dispatch.AttentionCall) -> None:
         """Record one attention call; called by the dispatch hook."""
         if in_backward():
             return
         name = self._names[call.module]
-        now = self._current(name)
+        now = self._runs.current(name)
         now.fired[name] += 1
         turn = now.turn(name, call.query, call.key)
         if turn is None:
@@ -320,7 +228,7 @@ class Recorder:
         """Record one scaled_dot_product_attention call of the module under way."""
         if in_backward():
             return
-        now = self._current("scaled_dot_product_attention")
+        now = self._runs.current("scaled_dot_product_attention")
         module = now.stack[-1] if now.stack else type(self._model).__name__
         if layer_of(module, self._layers) is None:
             raise RecordingError(
@@ -354,7 +262,7 @@ class Recorder:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward():
                 return
-            now = self._current(name)
+            now = self._runs.current(name)
             now.fired[name] += 1
             self._kept.hidden(name, output, now.batch)
 
@@ -368,7 +276,6 @@ class Recorder:
             entrance.remove()
         self._handles.clear()
         self._wrapped.clear()
-        self._local = threading.local()
 
 
 def record(
@@ -399,12 +306,6 @@ def record(
             rightly.
     """
     return Recorder(model, top_k=top_k, detail=detail, layers=layers, compiled=compiled)
-
-
-def _padding(given: dict[str, Any]) -> Tensor | None:
-    """The 2-D mask among a call's arguments, or None."""
-    mask = given.get("attention_mask")
-    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _refuse(model: nn.Module) -> None:

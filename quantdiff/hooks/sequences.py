@@ -59,16 +59,26 @@ class Sequences:
         self.longest = 0
         self._of_cache: dict[int, tuple[weakref.ref[Any], int, Tensor]] = {}
 
-    def begin(self, batch: int, length: int, mask: Tensor | None, cache: Any) -> Batch:
+    def begin(
+        self,
+        batch: int,
+        length: int,
+        mask: Tensor | None,
+        cache: Any,
+        *,
+        first: int | None = None,
+    ) -> Batch:
         """Describe a pass over (batch, length) tokens, and reserve its numbers.
 
         Args:
             batch, length: B and N.
             mask: (B, past + N), 0 at padding, or None.
             cache: the key-value cache that the pass was given, or None.
+            first: the number of the first sequence, where it is known already.
         """
         past = int(cache.get_seq_length()) if cache is not None else 0
-        first, before = self._known(cache) if past else (None, None)
+        known, before = self._known(cache) if past else (None, None)
+        first = known if first is None else first
         device = mask.device if mask is not None else torch.device("cpu")
         kept = torch.ones(batch, past + length, dtype=torch.bool, device=device)
         if mask is not None:

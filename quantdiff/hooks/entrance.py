@@ -1,0 +1,81 @@
+"""The way into a model: its forward wrapped for a time, and what a call hands over."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantdiff.errors import RecordingError
+
+__all__ = ["Entrance", "arguments", "cache_of", "in_backward", "is_entered", "padding_of"]
+
+
+class _Wrapped:
+    """A forward that goes through `around`; says so, and cannot be copied with its module."""
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], around: Callable[..., Any]
+    ) -> None:
+        functools.update_wrapper(self, forward)
+        self.__signature__ = inspect.signature(forward)
+        self._call = functools.partial(around, module, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RecordingError("a model cannot be copied while it is recorded; leave the recording")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__(protocol)
+
+
+def is_entered(module: nn.Module) -> bool:
+    """Whether the module's forward is wrapped."""
+    return isinstance(vars(module).get("forward"), _Wrapped)
+
+
+class Entrance:
+    """Wraps a module's forward for a time, so that a pass is left in every case, also by Ctrl-C."""
+
+    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
+        """`around(module, forward, args, kwargs)` is called in place of the forward."""
+        self.module = module
+        self._before = vars(module).get("forward")
+        module.forward = _Wrapped(module, module.forward, around)
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if self._before is None:
+            vars(self.module).pop("forward", None)
+        else:
+            self.module.forward = self._before
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: gradient checkpointing then computes a second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments by name."""
+    names = list(inspect.signature(forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def cache_of(source: Any) -> Any:
+    """The key-value cache among a call's arguments or in a model's output, or None."""
+    # Its name changed from past_key_values to cache; asking a new output by the old name warns.
+    values = list(source.values()) if isinstance(source, dict) else list(source)
+    return next((value for value in values if hasattr(value, "get_seq_length")), None)
+
+
+def padding_of(given: dict[str, Any]) -> Tensor | None:
+    """The 2-D mask among a call's arguments, or None."""
+    mask = given.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
