@@ -153,6 +153,11 @@ def _refuse_bool(call: AttentionCall) -> None:
         )
 
 
+def _restarts(positions: Any) -> bool:
+    """Whether position_ids do not simply count on."""
+    return isinstance(positions, Tensor) and bool((positions.flatten().diff() != 1).any())
+
+
 def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
     batch, rows, keys = _sizes(call)
     device = call.query.device
@@ -162,9 +167,7 @@ def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
                 f"flash attention with a mask of {call.mask.dim()} dimensions is not known"
             )
         keys = min(keys, call.mask.shape[1])  # the rest of a static cache is cut off
-    positions = call.options.get("position_ids")
-    packed = call.mask is None and batch == 1 and isinstance(positions, Tensor) and rows > 1
-    if packed and bool((positions.flatten().diff() != 1).any()):
+    elif batch == 1 and rows > 1 and _restarts(call.options.get("position_ids")):
         raise RecordingError(
             "position_ids that start anew pack several sequences into one for flash attention; "
             "quantdiff does not record packed sequences"

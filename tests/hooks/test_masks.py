@@ -109,6 +109,15 @@ class TestFlash:
         assert seen[0].int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
         assert seen[1].int().tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]
 
+    def test_packed_sequences_are_refused(self):
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+        one = call("flash_attention_2", None, 6, 6, batch=1, position_ids=positions)
+        with pytest.raises(RecordingError, match="pack several sequences"):
+            read_mask(one)
+        read_mask(
+            call("flash_attention_2", None, 6, 6, batch=1, position_ids=torch.arange(6)[None])
+        )
+
     def test_other_masks_are_refused(self):
         with pytest.raises(RecordingError, match="4 dimensions"):
             read_mask(call("flash_attention_2", torch.ones(2, 1, 3, 3), 3, 3))
