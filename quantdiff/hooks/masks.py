@@ -4,6 +4,7 @@ Each implementation reads its mask in its own way; one function an implementatio
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
