@@ -179,12 +179,12 @@ def compare(
         runs = {name: runner(model, name, head) for name in names}
         if i and head and importlib.util.find_spec("transformer_lens"):
             runs["TransformerLens"] = lens(model)
-        seconds = timings(runs, ids, 3 if i else rounds)
+        seconds = timings(runs, ids, 2 if i else rounds)
         base = statistics.median(seconds["plain"])
         for name, taken in seconds.items():
             rows.setdefault(name, {"seconds": taken, "ratio": statistics.median(taken) / base})
     for name in set(rows) & {*FAST, *SLOW}:
-        rows[name]["peak"] = peak(folder, name, ids.shape[1], head, 1 if name in SLOW else 5)
+        rows[name]["peak"] = peak(folder, name, ids.shape[1], head, 1 if name in SLOW else 3)
     table = Table("variant", *(Column(c, justify="right") for c in COLUMNS))
     for name, row in rows.items():
         memory = ["–", "–"]
@@ -208,7 +208,7 @@ def growth(
     for length in lengths:
         shown = [name for name in names if name != "materialised" or length <= 2048]
         runs = {name: runner(model, name, False) for name in shown}
-        seconds = timings(runs, text_ids(tokenizer, length), 1 if length > 4096 else 3)
+        seconds = timings(runs, text_ids(tokenizer, length), 1 if length >= 4096 else 3)
         medians = {name: statistics.median(taken) for name, taken in seconds.items()}
         peaks = {name: peak(folder, name, length, False, 1) for name in shown}
         table.add_row(
