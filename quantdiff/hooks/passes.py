@@ -65,6 +65,10 @@ class Pass:
         pairs.append((_Identity(query), _Identity(key)))
         return len(pairs) - 1
 
+    def forget(self, module: str) -> None:
+        """A call of the module is over; even a weak reference to its tensors would hold memory."""
+        self._seen.pop(module, None)
+
     def visible(
         self,
         call: AttentionCall | SdpaCall,

@@ -112,6 +112,7 @@ class Runs:
             now = self._now()
             if now is not None and not in_backward() and now.stack[-1:] == [name]:
                 now.stack.pop()
+                now.forget(name)
 
         return hook
 
