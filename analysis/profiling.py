@@ -56,10 +56,12 @@ def profile_text(
     """
     check_length(model, max(len(window) for window in windows.windows))
     check_vocabulary(windows, vocabulary_size(model))
+    device = next(model.parameters()).device
     options: dict[str, Any] = {"use_cache": False}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = 1  # the head's output over the vocabulary is not looked at
-    device = next(model.parameters()).device
+        # The head's output over the vocabulary is not looked at. Places and not a number: for a
+        # number, Gemma 4 leaves out the other tokens in its last layers too.
+        options["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=device)
     partial = False
     with record(model, top_k=top_k, detail=detail) as recorder:
         left = windows.tokens
