@@ -1,0 +1,343 @@
+"""Attention modules: the baseline, DIFF V1, DIFF V2 and grouped DIFF.
+
+Parameter names and shapes are those of the official code (microsoft/unilm, Diff-Transformer, and
+for the grouped one Motif-2-12.7B's), so that its state dicts load with `strict=True`.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quantdiff.attention.heads import Heads
+from quantdiff.attention.layouts import LAYOUTS, Layout, layout
+from quantdiff.attention.reference import lambda_init
+from quantdiff.attention.rotary import ROTARY, rotate
+from quantdiff.errors import UsageError
+
+__all__ = [
+    "DifferentialAttentionV1",
+    "DifferentialAttentionV2",
+    "GroupedDifferentialAttention",
+    "MultiheadAttention",
+]
+
+NORM_EPS = 1e-5  # of the sub-layer norm in the official code
+
+
+class LayerCache(Protocol):
+    """Keys and values of one layer, for example transformers' `DynamicLayer()`."""
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (B, G, N, d) each, and give all there are, (B, G, M, d)."""
+
+
+class _Attention(nn.Module):
+    """What the modules share: projections, rotary embedding, cache, heads, output projection."""
+
+    output_name = "out_proj"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        head_layout: Layout,
+        *,
+        rotary: str,
+        backend: str,
+    ) -> None:
+        super().__init__()
+        try:
+            head_layout.check(heads, kv_heads)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if rotary not in ROTARY:
+            raise UsageError(f"rotary is one of {', '.join(ROTARY)}, not {rotary!r}")
+        if head_dim < 2 or head_dim % 2:
+            raise UsageError(f"head_dim is even, for the rotary embedding, not {head_dim}")
+        self.embed_dim, self.head_dim = embed_dim, head_dim
+        self.query_heads, self.kv_heads = heads, kv_heads
+        self.rotary = rotary
+        left = len(head_layout.pairs(heads)[0]) if head_layout.differential else heads
+        self.q_proj = nn.Linear(embed_dim, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(embed_dim, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(embed_dim, kv_heads * head_dim, bias=False)
+        width = left * head_layout.value_width * head_dim
+        setattr(self, self.output_name, nn.Linear(width, embed_dim, bias=False))
+        self.heads = Heads(head_layout, head_dim**-0.5, backend)
+
+    def forward(
+        self,
+        x: Tensor,
+        rel_pos: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Causal self-attention.
+
+        Args:
+            x: (B, N, C).
+            rel_pos: cosine and sine of the tokens' places, (N, d/2) or (B, N, d/2) each; see
+                `rotary_table`.
+            attention_mask: (B, M), 1 for tokens and 0 for padding, cached tokens included.
+            cache: keys and values of earlier tokens, to which those of `x` are added.
+
+        Returns:
+            (B, N, C).
+
+        Raises:
+            UsageError: a mask of another shape.
+        """
+        batch, rows, _ = x.shape
+        q, k, v = (
+            proj(x).view(batch, rows, -1, self.head_dim).transpose(1, 2)  # (B, H, N, d)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = (rotate(t, *rel_pos, self.rotary) for t in (q, k))
+        if cache is not None:
+            k, v = cache.update(k, v)
+        kept = None
+        if attention_mask is not None:
+            if tuple(attention_mask.shape) != (batch, k.shape[2]):
+                raise UsageError(
+                    f"attention_mask is {tuple(attention_mask.shape)}; over {batch} sequences of "
+                    f"{k.shape[2]} tokens, cached ones included, it is {(batch, k.shape[2])}"
+                )
+            kept = attention_mask.bool()
+        out = self.combine(self.heads(q, k, v, kept), x)  # (B, h, N, w)
+        output: nn.Module = getattr(self, self.output_name)
+        result: Tensor = output(out.transpose(1, 2).flatten(2))
+        return result
+
+    def combine(self, out: Tensor, x: Tensor) -> Tensor:
+        """From the outputs of all query heads (B, H, N, w) to those that are left (B, h, N, w)."""
+        return out
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As in torch; what does not fit is a `UsageError` that names the parameter."""
+        own = self.state_dict()
+        for name in state_dict if strict else ():
+            if name not in own:
+                raise UsageError(
+                    f"the state dict holds {name}, which {type(self).__name__} does not have: it "
+                    "is of another kind of attention"
+                )
+        for name, parameter in own.items():
+            if name not in state_dict:
+                if strict:
+                    raise UsageError(f"the state dict lacks {name} of {type(self).__name__}")
+            elif state_dict[name].shape != parameter.shape:
+                raise UsageError(
+                    f"{name} is {tuple(state_dict[name].shape)} in the state dict and "
+                    f"{tuple(parameter.shape)} in this {type(self).__name__}: the head counts or "
+                    "the layout are others"
+                )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class MultiheadAttention(_Attention):
+    """Standard attention, the baseline of the official code.
+
+    Args:
+        embed_dim: C; a head is C / num_heads wide.
+        depth: of the layer, which changes nothing here.
+        num_heads: query heads.
+        num_kv_heads: key-value heads; None for as many.
+        rotary: `interleaved` as in the official code, or `half` as in transformers.
+        backend: `eager`, `sdpa`, `flex`, `flash`, or `auto`.
+
+    Raises:
+        UsageError: head counts that do not divide, or an unknown backend or arrangement.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        rotary: str = "interleaved",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            _divide(embed_dim, num_heads),
+            LAYOUTS["none"],
+            rotary=rotary,
+            backend=backend,
+        )
+
+
+class _LambdaVectors(_Attention):
+    """V1's λ, sub-layer norm and subtraction."""
+
+    def __init__(self, *args: Any, depth: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lambda_init = lambda_init(depth)
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(torch.randn(self.head_dim) * 0.1))
+        self.subln = nn.RMSNorm(2 * self.head_dim, eps=NORM_EPS)
+
+    def lambda_full(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """λ of the layer: each exponential in fp32 (fp64 for fp64), cast before the subtraction."""
+        upper = torch.float64 if dtype == torch.float64 else torch.float32
+        first, second = (
+            torch.exp((q * k).sum().to(upper)).to(dtype)
+            for q, k in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+        )
+        return first - second + self.lambda_init
+
+    def combine(self, out: Tensor, x: Tensor) -> Tensor:
+        """Subtract, norm each head, scale: (B, H, N, 2d) to (B, h, N, 2d)."""
+        first, second = self.heads.layout.pairs(out.shape[1])
+        out = out[:, first] - self.lambda_full(out.dtype) * out[:, second]
+        normed: Tensor = self.subln(out)
+        return normed * (1 - self.lambda_init)
+
+
+class DifferentialAttentionV1(_LambdaVectors):
+    """DIFF Transformer's attention (arXiv 2410.05258), heads as in its official flash code.
+
+    Args:
+        embed_dim: C; a head is C / num_heads / 2 wide, its values twice that.
+        depth: of the layer, from 0; sets λ_init. Some checkpoints were trained with depth − 1.
+        num_heads: differential heads, half of a Transformer's; there are twice as many maps.
+        num_kv_heads: differential key-value heads; None for as many.
+        rotary, backend: as in `MultiheadAttention`.
+
+    Raises:
+        UsageError: head counts that do not divide, or an unknown backend or arrangement.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        depth: float,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        rotary: str = "interleaved",
+        backend: str = "auto",
+    ) -> None:
+        head_dim = _divide(embed_dim, 2 * num_heads)
+        super().__init__(
+            embed_dim,
+            2 * num_heads,
+            2 * _kv(num_heads, num_kv_heads),
+            head_dim,
+            LAYOUTS["adjacent"],
+            depth=depth,
+            rotary=rotary,
+            backend=backend,
+        )
+
+
+class GroupedDifferentialAttention(_LambdaVectors):
+    """Grouped differential attention (arXiv 2510.06949), heads as in Motif-2-12.7B.
+
+    Args:
+        embed_dim: C.
+        depth: sets λ_init; Motif passes depth − 1.
+        num_heads: all query heads, signal and noise.
+        num_noise_heads: of these, one behind each group of signal heads.
+        num_kv_heads: all key-value heads; even ones are read by signal heads, odd ones by noise
+            heads, and values are two of them side by side.
+        head_dim: d.
+        rotary, backend: as in `MultiheadAttention`; Motif's rotary is `half`.
+
+    Raises:
+        UsageError: head counts that do not divide, or an unknown backend or arrangement.
+    """
+
+    output_name = "o_proj"
+
+    def __init__(
+        self,
+        embed_dim: int,
+        depth: float,
+        num_heads: int,
+        num_noise_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rotary: str = "half",
+        backend: str = "auto",
+    ) -> None:
+        signal = num_heads - num_noise_heads
+        if num_noise_heads < 1 or signal < num_noise_heads or signal % num_noise_heads:
+            raise UsageError(
+                f"num_noise_heads = {num_noise_heads} does not divide the other "
+                f"{signal} of {num_heads} heads into groups"
+            )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            layout(f"grouped:{signal // num_noise_heads}"),
+            depth=depth,
+            rotary=rotary,
+            backend=backend,
+        )
+
+
+class DifferentialAttentionV2(_Attention):
+    """DIFF V2's attention: twice the query heads, shared keys and values, λ for each token.
+
+    Args:
+        d_model: C.
+        num_heads: heads that the subtraction leaves; there are twice as many query heads.
+        num_kv_heads: key-value heads; None for as many as `num_heads`.
+        head_dim: d.
+        rotary, backend: as in `MultiheadAttention`.
+
+    Raises:
+        UsageError: head counts that do not divide, or an unknown backend or arrangement.
+    """
+
+    output_name = "o_proj"
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        head_dim: int,
+        *,
+        rotary: str = "interleaved",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model,
+            2 * num_heads,
+            _kv(num_heads, num_kv_heads),
+            head_dim,
+            LAYOUTS["adjacent_shared"],
+            rotary=rotary,
+            backend=backend,
+        )
+        self.lambda_proj = nn.Linear(d_model, num_heads, bias=False)
+
+    def combine(self, out: Tensor, x: Tensor) -> Tensor:
+        """Subtract λ of each token and pair times its second map: (B, 2h, N, d) to (B, h, N, d)."""
+        lam = torch.sigmoid(self.lambda_proj(x)).transpose(1, 2)[..., None]  # (B, h, N, 1)
+        return out[:, 0::2] - lam * out[:, 1::2]
+
+
+def _kv(num_heads: int, num_kv_heads: int | None) -> int:
+    """Key-value heads of differential heads; checked here, in the caller's numbers."""
+    count = num_heads if num_kv_heads is None else num_kv_heads
+    if count < 1 or num_heads % count:
+        raise UsageError(f"num_kv_heads = {count} does not divide num_heads = {num_heads}")
+    return count
+
+
+def _divide(embed_dim: int, heads: int) -> int:
+    if heads < 1 or embed_dim % heads:
+        raise UsageError(f"embed_dim = {embed_dim} is not divided by {heads} heads")
+    return embed_dim // heads

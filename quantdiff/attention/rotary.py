@@ -1,0 +1,52 @@
+"""Rotary position embedding, in both arrangements of the channels (arXiv 2104.09864)."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROTARY", "rotary_table", "rotate"]
+
+# How a head's channels form the pairs that are rotated: neighbours, as in the official DIFF code,
+# or channel i with channel i + d/2, as in transformers.
+ROTARY = ("interleaved", "half")
+
+
+def rotary_table(positions: Tensor, width: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every rotation.
+
+    Args:
+        positions: (...), of the tokens.
+        width: d, of a head.
+        base: the longest wavelength is about 2π·base tokens.
+
+    Returns:
+        Two tensors, (..., d/2), fp32.
+    """
+    frequencies = base ** (-torch.arange(0, width, 2, device=positions.device).double() / width)
+    angles = positions[..., None].double() * frequencies  # fp32 would lose far positions
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, arrangement: str = "interleaved") -> Tensor:
+    """Turn the channel pairs of every head by the angles of its token.
+
+    Args:
+        x: (B, H, N, d).
+        cos, sin: (N, d/2) or (B, N, d/2); taken in the dtype of `x`.
+        arrangement: one of `ROTARY`.
+
+    Raises:
+        ValueError: an unknown arrangement, or a table that does not fit.
+    """
+    if arrangement not in ROTARY:
+        raise ValueError(f"rotary is one of {', '.join(ROTARY)}, not {arrangement!r}")
+    if cos.shape[-2:] != (x.shape[-2], x.shape[-1] // 2) or cos.shape != sin.shape:
+        raise ValueError(
+            f"rel_pos holds cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; for {x.shape[-2]} "
+            f"tokens and heads of width {x.shape[-1]} it is {(x.shape[-2], x.shape[-1] // 2)} each"
+        )
+    cos, sin = (t.to(x.dtype)[..., None, :, :] for t in (cos, sin))  # (1 or B, 1, N, d/2)
+    if arrangement == "interleaved":
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
