@@ -18,10 +18,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from quantdiff.models import DiffV2Config, DiffV2ForCausalLM
+
 __all__ = [
     "VOCABULARY",
     "build",
     "save_tiny",
+    "tiny_diff_v2",
     "tiny_diffllama",
     "tiny_ids",
     "tiny_llama",
@@ -68,6 +71,12 @@ def tiny_llama(*, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 def tiny_diffllama(*, seed: int = 0, **overrides: Any) -> DiffLlamaForCausalLM:
     """A DiffLlama of the same sizes: 4 query heads make 2 differential heads a layer."""
     return build(DiffLlamaForCausalLM, DiffLlamaConfig(**SETTINGS | overrides), seed)
+
+
+def tiny_diff_v2(*, seed: int = 0, **overrides: Any) -> DiffV2ForCausalLM:
+    """A DIFF V2 of the same sizes: 4 query heads of width 16 leave 2 heads a layer."""
+    settings: dict[str, Any] = {"num_key_value_heads": 1}
+    return build(DiffV2ForCausalLM, DiffV2Config(**SETTINGS | settings | overrides), seed)
 
 
 def tiny_ids(batch: int = 2, length: int = 16, *, seed: int = 0) -> torch.Tensor:

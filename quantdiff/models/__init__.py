@@ -9,13 +9,24 @@ from quantdiff.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quantdiff.models.description import context_length, describe, vocabulary_size
+    from quantdiff.models.diff_v2 import DiffV2Config, DiffV2ForCausalLM
     from quantdiff.models.loading import load
     from quantdiff.models.sources import known_names
 
-__all__ = ["context_length", "describe", "known_names", "load", "vocabulary_size"]
+__all__ = [
+    "DiffV2Config",
+    "DiffV2ForCausalLM",
+    "context_length",
+    "describe",
+    "known_names",
+    "load",
+    "vocabulary_size",
+]
 
 # Public name -> module of this package that defines it.
 _HOMES = {
+    "DiffV2Config": "diff_v2",
+    "DiffV2ForCausalLM": "diff_v2",
     "context_length": "description",
     "describe": "description",
     "known_names": "sources",

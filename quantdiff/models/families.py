@@ -5,7 +5,7 @@ from torch import nn
 __all__ = ["FAMILIES", "layout_of"]
 
 # By config.model_type; every family that is not named has standard heads.
-FAMILIES: dict[str, str] = {"diffllama": "halves"}
+FAMILIES: dict[str, str] = {"diff_v2": "adjacent_shared", "diffllama": "halves"}
 
 
 def layout_of(model: nn.Module) -> str:

@@ -18,7 +18,7 @@ SOURCES = {
 
 # Model type in config.json -> module that registers its classes with transformers' Auto classes
 # when it is imported. Code that such a checkpoint brings along is not needed, nor run.
-ARCHITECTURES: dict[str, str] = {}
+ARCHITECTURES: dict[str, str] = {"diff_v2": "quantdiff.models.diff_v2"}
 
 # File that marks a folder whose weights transformers cannot read -> module with
 # `open_model(checkpoint, config, dtype, device, attention) -> model`, which raises UsageError.
