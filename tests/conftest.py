@@ -5,12 +5,24 @@ import os
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 # The first examples compile, import and warm up: time says nothing about correctness here.
 settings.register_profile("quantdiff", deadline=None)
 settings.register_profile("long", deadline=None, max_examples=2000)  # --hypothesis-profile=long
 settings.load_profile("quantdiff")
+
+
+@pytest.fixture(autouse=True)
+def _flex_attention_in_its_plain_form():
+    """Tiny models have narrow heads, for which torch's compiled flex_attention is wrong.
+
+    torch 2.13 computes some rows with what lies in memory where a head is narrower than 24, on CPUs
+    without AVX-512. The test on real weights, whose heads are wide enough, takes the compiled form.
+    """
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture(scope="session")

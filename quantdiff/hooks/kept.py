@@ -60,14 +60,14 @@ class Kept:
             name, layer, groups, full=self._full, rank=self._rank, coordinates=coordinates
         )
 
-    def attention_logits(self, layout: str) -> AttentionLogits:
-        """The logit sites in the order of the layers."""
+    def attention_logits(self, layouts: Sequence[str]) -> AttentionLogits:
+        """The logit sites in the order of the layers, whose head layouts are given."""
         order = sorted(self.logit_sites.values(), key=lambda site: site.layer)
         heads: dict[int, int] = {}
         for site in order:  # cross-attention may have other heads than its layer's own
             heads[site.layer] = max(site.groups, heads.get(site.layer, 0))
         return AttentionLogits(
-            order, {layer: branches(layout, count) for layer, count in heads.items()}
+            order, {layer: branches(layouts[layer], count) for layer, count in heads.items()}
         )
 
     def logits(

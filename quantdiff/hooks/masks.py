@@ -11,10 +11,11 @@ from torch import Tensor
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.dispatch import AttentionCall
+from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.statistics import Visible
 
-__all__ = ["Bias", "check_options", "position_bias", "read_mask", "read_sdpa"]
+__all__ = ["Bias", "check_options", "position_bias", "read_heads", "read_mask", "read_sdpa"]
 
 Bias = Callable[[int, int], Tensor]
 
@@ -74,6 +75,22 @@ def read_sdpa(call: SdpaCall) -> tuple[Visible, Bias | None]:
     return _from_tensor(call, call.mask)
 
 
+def read_heads(call: HeadsCall) -> tuple[Visible, Bias | None]:
+    """The same for quantdiff's own attention: causal, padding left out."""
+    batch, rows, keys = _sizes(call)
+    device, kept = call.query.device, call.mask
+    if kept is None:
+        return Visible.causal(batch, rows, keys, device), None
+    place = torch.arange(keys, device=device)
+
+    def mask_rows(first: int, last: int) -> Tensor:
+        queries = slice(keys - rows + first, keys - rows + last)
+        causal = place <= place[queries, None]  # (n, M)
+        return causal & kept[:, None, None, :] & kept[:, None, queries, None]
+
+    return _from_rows(mask_rows, batch, rows, keys, device), None
+
+
 def position_bias(call: AttentionCall, bias: Bias | None) -> Bias | None:
     """What is added to the logits in all: the mask's bias and a `position_bias` keyword."""
     added = call.options.get("position_bias")
@@ -95,7 +112,7 @@ def _upper_left(batch: int, rows: int, keys: int, device: torch.device) -> Visib
     return visible
 
 
-def _sizes(call: AttentionCall | SdpaCall) -> tuple[int, int, int]:
+def _sizes(call: AttentionCall | SdpaCall | HeadsCall) -> tuple[int, int, int]:
     return call.query.shape[0], call.query.shape[2], call.key.shape[2]
 
 

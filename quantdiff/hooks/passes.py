@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.dispatch import AttentionCall
 from quantdiff.hooks.masks import Bias
+from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.hooks.sequences import Batch
 from quantdiff.statistics import Visible
@@ -71,7 +72,7 @@ class Pass:
 
     def visible(
         self,
-        call: AttentionCall | SdpaCall,
+        call: AttentionCall | SdpaCall | HeadsCall,
         read: Callable[[], tuple[Visible, Bias | None]],
     ) -> tuple[Visible, Bias | None]:
         """Which logits of a call count: its mask, read once for all layers that share it.
@@ -85,7 +86,8 @@ class Pass:
         if (batch, rows) != self.batch.shape:
             raise RecordingError(
                 f"queries of shape {tuple(call.query.shape)} do not fit a pass over "
-                f"{self.batch.shape[0]} sequences of {self.batch.shape[1]} tokens"
+                f"{self.batch.shape[0]} sequences of {self.batch.shape[1]} tokens; a model that "
+                "leaves tokens out in some layers does not with logits_to_keep=0"
             )
         options = getattr(call, "options", {})
         key = (

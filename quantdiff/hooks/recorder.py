@@ -7,18 +7,26 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from quantdiff.attention.heads import Heads
 from quantdiff.errors import RecordingError, UsageError
 from quantdiff.hooks import dispatch
 from quantdiff.hooks.check import check_weights
 from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
+from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.kept import Detail, Kept
-from quantdiff.hooks.layers import block_list, is_cross, layer_of, named_layers, owning_list
-from quantdiff.hooks.masks import check_options, position_bias, read_mask, read_sdpa
+from quantdiff.hooks.layers import is_cross, layer_of
+from quantdiff.hooks.masks import (
+    check_options,
+    position_bias,
+    read_heads,
+    read_mask,
+    read_sdpa,
+)
+from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
 from quantdiff.models import describe
-from quantdiff.models.families import layout_of
 from quantdiff.statistics.profile import DEFINITIONS, HiddenStates, Profile
 from quantdiff.versions import versions
 
@@ -45,58 +53,44 @@ class Recorder:
             raise UsageError(f"detail is 'extremes' or 'full', not {detail!r}")
         if top_k < 0:
             raise UsageError(f"top_k is 0 or more, not {top_k}")
-        _refuse(model)
+        refuse(model)
         self._model = model
+        self._found = Found(model, layers)
         self._detail: Detail = detail
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._wrapped: list[Entrance] = []
         self._poisoned: str | None = None
         self._cross: set[str] = set()
         self._checked: set[str] = set()
-        self._find(layers)
-        self._layout = layout_of(model)
-        self._kept = Kept(self._layers, top_k=top_k, detail=detail, compiled=compiled)
+        self._kept = Kept(self._found.layers, top_k=top_k, detail=detail, compiled=compiled)
         self._runs = Runs(
-            [name for name, _ in self._layers],
-            within=contextlib.nullcontext if self._attention else lambda: SdpaMode(self._sdpa),
+            [name for name, _ in self._found.layers],
+            within=contextlib.nullcontext
+            if self._found.attention
+            else lambda: SdpaMode(self._sdpa),
             check=self._check_complete,
         )
 
-    def _find(self, layers: Sequence[str] | None) -> None:
-        """The layers and, where they ask transformers' dispatch, the attention modules."""
-        found = dispatch.attention_modules(self._model)
-        if not found:
-            # Calls of scaled_dot_product_attention are looked for while the model runs.
-            self._layers = named_layers(self._model, layers) if layers else block_list(self._model)
-            self._attention: list[tuple[str, nn.Module]] = []
-        else:
-            names = [name for name, _ in found]
-            if layers:
-                self._layers = named_layers(self._model, layers)
-                kept = [name for name in names if layer_of(name, self._layers) is not None]
-            else:
-                self._layers, kept = owning_list(self._model, names)
-            self._attention = [(name, module) for name, module in found if name in set(kept)]
-        self._names = {module: name for name, module in self._attention}
-
     def __enter__(self) -> Self:
-        if any(dispatch.is_hooked(module) for _, module in self._attention) or is_entered(
+        if any(dispatch.is_hooked(module) for _, module in self._found.attention) or is_entered(
             self._model
         ):
             raise RecordingError(
                 "this model is being recorded already; leave that recording before another begins"
             )
         try:
-            dispatch.hook([module for _, module in self._attention], self)
-            for module in self._entrances():
+            dispatch.hook([module for _, module in self._found.attention], self)
+            for module in self._found.entrances:
                 self._wrapped.append(Entrance(module, self._runs.around))
-            watched = self._attention or list(self._model.named_modules())[1:]
+            watched = self._found.attention or list(self._model.named_modules())[1:]
             for name, module in watched:
                 self._handles += [
                     module.register_forward_pre_hook(self._runs.entering(name)),
                     module.register_forward_hook(self._runs.leaving(name), always_call=True),
                 ]
-            for name, layer in self._layers:
+            for name, heads in self._found.heads:
+                self._handles.append(heads.register_forward_pre_hook(self._heads_hook(name)))
+            for name, layer in self._found.layers:
                 self._handles.append(layer.register_forward_hook(self._layer_hook(name)))
         except BaseException:
             self._remove()
@@ -124,7 +118,11 @@ class Recorder:
             if not runs.sequences.tokens:
                 raise RecordingError("nothing was recorded: the model did not run in the context")
             recorded = Profile(
-                model={**describe(self._model), "layout": self._layout, "lambda": None},
+                model={
+                    **describe(self._model),
+                    "layout": self._found.layout,
+                    "lambda": None,
+                },
                 data={
                     "source": source,
                     "tokens": runs.sequences.tokens,
@@ -135,36 +133,25 @@ class Recorder:
                 detail=self._detail,
                 partial=partial or runs.interrupted or runs.open > 0,
                 versions=versions(),
-                attention_logits=self._kept.attention_logits(self._layout),
+                attention_logits=self._kept.attention_logits(self._found.layouts),
                 hidden_states=HiddenStates(list(self._kept.hidden_sites.values())),
             )
             return recorded.copy()
 
-    def _entrances(self) -> list[nn.Module]:
-        """The modules through which a pass may begin: the model and the decoders inside it."""
-        if not self._attention:
-            return [self._model]
-        from transformers import PreTrainedModel
-
-        path = self._layers[0][0].split(".")
-        found = [self._model]
-        for name, module in self._model.named_modules():
-            inside = name.split(".") == path[: len(name.split("."))]
-            if module is not self._model and inside and isinstance(module, PreTrainedModel):
-                found.append(module)
-        return found
-
     def _check_complete(self, now: Pass) -> None:
         # A decoder half stands without its encoder: its cross-attention may stay silent.
-        attention = [name for name, _ in self._attention if not is_cross(name)]
-        expected = attention + [name for name, _ in self._layers]
+        attention = [name for name, _ in self._found.attention if not is_cross(name)]
+        attention += [name for name, _ in self._found.heads]
+        expected = attention + [name for name, _ in self._found.layers]
         silent = [name for name in expected if not now.fired[name]]
         if silent:
             raise RecordingError(
                 f"{len(silent)} hooks never fired in a forward pass, the first at {silent[0]}; "
                 "the recording would lack these layers"
             )
-        if not self._attention and not any(now.fired[name] for name in self._kept.logit_sites):
+        if not self._found.attention and not any(
+            now.fired[name] for name in self._kept.logit_sites
+        ):
             raise RecordingError(
                 f"no attention was seen in {type(self._model).__name__}: it calls neither "
                 "transformers' attention dispatch nor scaled_dot_product_attention; a transformers "
@@ -177,7 +164,7 @@ class Recorder:
         """Record one attention call; called by the dispatch hook."""
         if in_backward():
             return
-        name = self._names[call.module]
+        name = self._found.names[call.module]
         now = self._runs.current(name)
         now.fired[name] += 1
         turn = now.turn(name, call.query, call.key)
@@ -203,13 +190,10 @@ class Recorder:
 
     def attended(self, call: dispatch.AttentionCall, output: Any) -> None:
         """Compare what an eager function returned with what was recorded, once a module."""
-        name = self._names[call.module]
-        dropout = call.options.get("dropout") or 0.0
+        name = self._found.names[call.module]
         if call.recorded is None or call.implementation != "eager" or name in self._checked:
             return
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if dropout and call.module.training:
-            return
         if not isinstance(weights, Tensor):
             raise RecordingError(
                 f"the eager attention of {name} returns no weights by which its logits could be "
@@ -229,11 +213,13 @@ class Recorder:
         if in_backward():
             return
         now = self._runs.current("scaled_dot_product_attention")
+        if now.stack and now.stack[-1] in self._found.inside:
+            return  # of a backend of our own, whose heads were seen as a whole
         module = now.stack[-1] if now.stack else type(self._model).__name__
-        if layer_of(module, self._layers) is None:
+        if layer_of(module, self._found.layers) is None:
             raise RecordingError(
-                f"{module} attends outside of the layers {self._layers[0][0]} … "
-                f"{self._layers[-1][0]}; name the layers: record(model, layers=['…', …])"
+                f"{module} attends outside of the layers {self._found.layers[0][0]} … "
+                f"{self._found.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
             )
         queries, keys = call.query.shape[2], call.key.shape[2]
         turn = now.turn(module, *call.tensors)
@@ -258,6 +244,27 @@ class Recorder:
             cross=cross,
         )  # fmt: skip
 
+    def _heads_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: Heads, args: Any) -> None:
+            if in_backward():
+                return
+            now = self._runs.current(name)
+            now.fired[name] += 1
+            call = HeadsCall(module, args)
+            keys, known = call.key.shape[2], now.batch.past + call.query.shape[2]
+            if keys != known:
+                raise RecordingError(
+                    f"{name} attends to {keys} keys where this forward pass knows of {known} "
+                    "tokens; a cache is to reach the model's forward as a transformers Cache"
+                )
+            visible, _ = now.visible(call, lambda: read_heads(call))
+            self._kept.logits(
+                name, call.query, call.key, module.scale, visible, now.batch, softcap=None,
+                bias=None, cross=False,
+            )  # fmt: skip
+
+        return hook
+
     def _layer_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward():
@@ -269,7 +276,7 @@ class Recorder:
         return hook
 
     def _remove(self) -> None:
-        dispatch.unhook([module for _, module in self._attention])
+        dispatch.unhook([module for _, module in self._found.attention])
         for handle in self._handles:
             handle.remove()
         for entrance in reversed(self._wrapped):
@@ -306,18 +313,3 @@ def record(
             rightly.
     """
     return Recorder(model, top_k=top_k, detail=detail, layers=layers, compiled=compiled)
-
-
-def _refuse(model: nn.Module) -> None:
-    """Refuse models that cannot be recorded rightly, before they run."""
-    for module in model.modules():
-        optimized = type(module).__name__ == "OptimizedModule"
-        if optimized or getattr(module, "_compiled_call_impl", None) is not None:
-            raise RecordingError(
-                "a model under torch.compile runs past the hooks; record the model before it is "
-                "compiled (model._orig_mod)"
-            )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise RecordingError(
-            f"{type(model).__name__} is an encoder-decoder; quantdiff records decoder-only models"
-        )

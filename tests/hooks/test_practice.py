@@ -216,7 +216,8 @@ class TestFamilies:
             profile = profile_of(model, batch)
         check_profile(to_json(profile), Materialised(model).run([batch]))
 
-    def test_an_eager_function_that_does_something_else_is_refused(self, monkeypatch):
+    @pytest.mark.parametrize("training", [False, True])
+    def test_an_eager_function_that_does_something_else_is_refused(self, monkeypatch, training):
         from transformers.models.llama import modeling_llama
 
         eager = modeling_llama.eager_attention_forward
@@ -225,7 +226,7 @@ class TestFamilies:
             return eager(module, query, key, *rest, scaling=scaling * 1.5, **kwargs)
 
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager_attention_forward)
-        model = tiny_llama()
+        model = tiny_llama(attention_dropout=0.5).train(training)
         model.set_attn_implementation("eager")
         with pytest.raises(RecordingError, match="other weights"), record(model):
             model(input_ids=tiny_ids(2, 12))
