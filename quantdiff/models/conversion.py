@@ -1,0 +1,201 @@
+"""Weights of the official DIFF code to transformers models and back.
+
+Official attention modules lie in a decoder with Llama's names around them. From V1's to those of
+DiffLlama, heads of map 1 go before those of map 2, channel pairs of the rotary embedding go from
+neighbours to halves, and the sub-layer norm's weight, which DiffLlama lacks, is folded into the
+output projection. From V2's to DiffV2's only the channel pairs move.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantdiff.attention.layouts import LAYOUTS, layout
+from quantdiff.errors import UsageError
+
+__all__ = ["CONVERSIONS", "Conversion", "attention_prefixes", "convert_state"]
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Counts of one attention module, in the order of its projections.
+
+    Attributes:
+        query, kv: heads of the projections.
+        width: d.
+    """
+
+    query: int
+    kv: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """From one kind of weights to another.
+
+    Attributes:
+        source, target: names of the kinds.
+        marker: a parameter of every attention module of the source.
+        heads: the counts, read from the module's shapes.
+        attention: converts the parameters of one module.
+        lossy: what cannot be undone, for the model card; empty where everything can.
+    """
+
+    source: str
+    target: str
+    marker: str
+    heads: Callable[[State], Heads]
+    attention: Callable[[State, Heads], State]
+    lossy: str = ""
+
+
+def rotary_order(width: int, to: str) -> Tensor:
+    """Where each channel of a head comes from: new[i] = old[order[i]]."""
+    order = torch.arange(width)
+    halves = torch.cat([order[0::2], order[1::2]])
+    return halves if to == "half" else halves.argsort()
+
+
+def _rows(weight: Tensor, heads: int, order: list[int], channels: Tensor | None) -> Tensor:
+    """Reorder a projection's rows by head and within each head."""
+    parts = weight.view(heads, -1, *weight.shape[1:])[order]
+    if channels is not None:
+        parts = parts[:, channels]
+    return parts.reshape(weight.shape)
+
+
+def _first_then_second(heads: int) -> list[int]:
+    """Heads of map 1, then those of map 2, of adjacent pairs."""
+    first, second = LAYOUTS["adjacent"].pairs(heads)
+    return [*first, *second]
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _move(state: State, heads: Heads, *, to: str, order: Callable[[int], list[int]]) -> State:
+    """q, k and v with heads reordered and the rotary channels of q and k rearranged."""
+    channels = rotary_order(heads.width, to)
+    moved = dict(state)
+    for name, count, turn in (
+        ("q_proj", heads.query, channels),
+        ("k_proj", heads.kv, channels),
+        ("v_proj", heads.kv, None),
+    ):
+        for kind in ("weight", "bias"):
+            key = f"{name}.{kind}"
+            if key in state:
+                moved[key] = _rows(state[key], count, order(count), turn)
+    return moved
+
+
+def _v1_heads(state: State) -> Heads:
+    width = state["lambda_q1"].shape[0]
+    return Heads(
+        state["q_proj.weight"].shape[0] // width, state["k_proj.weight"].shape[0] // width, width
+    )
+
+
+def _v2_heads(state: State) -> Heads:
+    query = 2 * state["lambda_proj.weight"].shape[0]
+    width = state["q_proj.weight"].shape[0] // query
+    return Heads(query, state["k_proj.weight"].shape[0] // width, width)
+
+
+def _v1_to_diffllama(state: State, heads: Heads) -> State:
+    moved = _move(state, heads, to="half", order=_first_then_second)
+    weight, norm = moved.pop("out_proj.weight"), moved.pop("subln.weight")
+    # Each head's output of 2d channels is scaled just before the projection.
+    moved["o_proj.weight"] = weight * norm.to(weight.dtype).repeat(heads.query // 2)
+    return moved
+
+
+def _diffllama_to_v1(state: State, heads: Heads) -> State:
+    moved = _move(
+        state, heads, to="interleaved", order=lambda count: _inverse(_first_then_second(count))
+    )
+    weight = moved.pop("o_proj.weight")
+    moved["out_proj.weight"] = weight
+    moved["subln.weight"] = torch.ones(2 * heads.width, dtype=weight.dtype, device=weight.device)
+    return moved
+
+
+def _same(count: int) -> list[int]:
+    return list(range(count))
+
+
+CONVERSIONS: dict[tuple[str, str], Conversion] = {
+    (c.source, c.target): c
+    for c in (
+        Conversion(
+            "official-v1", "diffllama", "subln.weight", _v1_heads, _v1_to_diffllama,
+            lossy="the weight of the sub-layer norm was folded into the output projection",
+        ),
+        Conversion("diffllama", "official-v1", "lambda_q1", _v1_heads, _diffllama_to_v1),
+        Conversion(
+            "official-v2", "diff_v2", "lambda_proj.weight", _v2_heads,
+            lambda state, heads: _move(state, heads, to="half", order=_same),
+        ),
+        Conversion(
+            "diff_v2", "official-v2", "lambda_proj.weight", _v2_heads,
+            lambda state, heads: _move(state, heads, to="interleaved", order=_same),
+        ),
+    )
+}  # fmt: skip
+
+
+def attention_prefixes(state: Mapping[str, Any], marker: str) -> list[str]:
+    """Where the attention modules of a state dict stand: what comes before `marker`."""
+    return [name.removesuffix(marker) for name in state if name.endswith(marker)]
+
+
+def convert_state(state: Mapping[str, Tensor], source: str, target: str) -> State:
+    """Convert the attention modules in a state dict; everything else stays as it is.
+
+    Args:
+        state: of one attention module, or of a whole model; not changed.
+        source, target: `official-v1` and `diffllama`, or `official-v2` and `diff_v2`.
+
+    Returns:
+        Tensors of the same dtypes; permutations are exact.
+
+    Raises:
+        UsageError: an unknown pair, no attention module of the source's kind, or head counts that
+            do not fit its layout.
+    """
+    conversion = CONVERSIONS.get((source, target))
+    if conversion is None:
+        known = "; ".join(f"{a} to {b}" for a, b in CONVERSIONS)
+        raise UsageError(f"no conversion from {source!r} to {target!r} is known; known: {known}")
+    prefixes = attention_prefixes(state, conversion.marker)
+    if not prefixes:
+        raise UsageError(
+            f"there is no {conversion.marker} among the weights: they hold no attention of the "
+            f"kind {source}"
+        )
+    converted = {
+        name: value for name, value in state.items() if not name.startswith(tuple(prefixes))
+    }
+    for prefix in prefixes:
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
+        try:
+            heads = conversion.heads(own)
+            layout("adjacent_shared" if "v2" in source else "adjacent").check(heads.query, heads.kv)
+            new = conversion.attention(own, heads)
+        except KeyError as error:
+            raise UsageError(f"{prefix}{error.args[0]} is missing among the weights") from None
+        except ValueError as error:
+            raise UsageError(f"{prefix.rstrip('.') or source}: {error}") from None
+        converted |= {prefix + name: value for name, value in new.items()}
+    return converted
