@@ -161,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("docs"))
     options = parser.parse_args()
+    (options.out / "figures").mkdir(parents=True, exist_ok=True)
     for name, heads, kv_heads in CASES:
         page = draw(layout(name), heads, kv_heads)
         write_bytes(options.out / "figures" / f"{stem(name)}.png", page._repr_png_())

@@ -66,10 +66,10 @@ def attend(
 
 def choose(query: Tensor, value_width: int) -> str:
     """What `auto` means for these tensors: flash on a GPU where it is installed, else sdpa."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if query.is_cuda and half and flash.find(query.shape[-1], value_width) is not None:
-        return "flash"
-    return "sdpa"
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return "sdpa"
+    found = flash.find(query.shape[-1], value_width, flash.capability(query))
+    return "sdpa" if found is None else "flash"
 
 
 def _with_diagonal(rows: int, keys: int, kept: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor
     groups = query.shape[1] // key.shape[1]
     rows, keys = query.shape[2], key.shape[2]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    logits = query @ key.transpose(2, 3) * scale  # (B, H, N, M)
+    logits = (query * scale) @ key.transpose(2, 3)  # (B, H, N, M), within fp16's range
     if kept is None:
         seen = visible(rows, keys, None, query.device)
     else:
@@ -94,7 +94,11 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None) -> Tensor:
-    rows, keys = query.shape[2], key.shape[2]
+    width, rows, keys = query.shape[-1], query.shape[2], key.shape[2]
+    if value.shape[-1] > width and value.shape[-1] % width == 0:
+        # torch's fused kernels want equal widths; the one that does not materialises (N, M).
+        parts = [_sdpa(query, key, part, scale, kept) for part in value.split(width, -1)]
+        return torch.cat(parts, -1)
     mask = None
     if kept is not None:
         mask = _with_diagonal(rows, keys, kept)
@@ -152,7 +156,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None) -> Tensor:
-    kernel, parts = flash.plan(query.shape[-1], value.shape[-1])
+    kernel, parts = flash.plan(query.shape[-1], value.shape[-1], flash.capability(query))
     chunks = value.chunk(parts, -1)
     outs = [flash.call(kernel, query, key, chunk, scale, kept) for chunk in chunks]
     return outs[0] if parts == 1 else torch.cat(outs, -1)

@@ -1,25 +1,26 @@
-"""The flash-attn packages: which is installed, which head widths it takes, how it is called.
+"""The flash-attn packages: which works here, which head widths it takes, how it is called.
 
 flash-attn 2 wants equal widths of queries and values. flash-attn 3 (package flash_attn_interface)
-takes other value widths for query heads of up to 64, up to 512, but not 128 with 256. flash-attn 4
-(flash_attn.cute) takes any from 8 to 256 on Hopper. Differential attention V1 has values of twice
-the query's width; where a kernel does not take them, the values are split and it is called twice.
+takes other value widths on Hopper for query heads of up to 64, up to 512, but not 128 with 256.
+flash-attn 4 (flash_attn.cute) takes any from 8 to 256 on Hopper and up to 128 on what came after.
+Differential attention V1 has values of twice the query's width; where a kernel does not take them,
+the values are split and it is called twice.
 """
 
 import importlib
-import importlib.util
 import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantdiff.errors import UsageError
 
-__all__ = ["KERNELS", "Kernel", "call", "find", "plan"]
+__all__ = ["KERNELS", "Kernel", "call", "capability", "find", "forget", "plan"]
 
 log = logging.getLogger(__name__)
 
@@ -31,76 +32,113 @@ class Kernel:
     Attributes:
         name: as people say it.
         module: where its functions are imported from.
-        takes: whether it takes these widths of queries and values.
+        takes: whether it takes these widths of queries and values on a GPU whose compute
+            capability begins with that number.
     """
 
     name: str
     module: str
-    takes: Callable[[int, int], bool]
-
-    def installed(self) -> bool:
-        """Whether its module can be found, without importing it."""
-        try:
-            return importlib.util.find_spec(self.module) is not None
-        except (ImportError, ValueError):
-            return False
+    takes: Callable[[int, int, int], bool]
 
 
 def _fits(width: int, most: int = 256) -> bool:
     return 8 <= width <= most and width % 8 == 0
 
 
+def _four(qk: int, v: int, major: int) -> bool:
+    return 9 <= major <= 12 and all(_fits(width, 256 if major == 9 else 128) for width in (qk, v))
+
+
+def _three(qk: int, v: int, major: int) -> bool:
+    return _fits(qk) and (v == qk or (major == 9 and qk <= 64 and _fits(v, 512)))
+
+
+def _two(qk: int, v: int, major: int) -> bool:
+    return _fits(qk) and v == qk
+
+
 # Newest first.
 KERNELS = (
-    Kernel("flash-attn 4", "flash_attn.cute", lambda qk, v: _fits(qk) and _fits(v)),
-    Kernel(
-        "flash-attn 3",
-        "flash_attn_interface",
-        lambda qk, v: _fits(qk) and (v == qk or (qk <= 64 and _fits(v, 512))),
-    ),
-    Kernel("flash-attn 2", "flash_attn", lambda qk, v: _fits(qk) and v == qk),
+    Kernel("flash-attn 4", "flash_attn.cute", _four),
+    Kernel("flash-attn 3", "flash_attn_interface", _three),
+    Kernel("flash-attn 2", "flash_attn", _two),
 )
 
 
-def find(qk_width: int, value_width: int) -> tuple[Kernel, int] | None:
-    """The installed kernel for these widths and into how many parts the values are split.
+@cache
+def _functions(module: str) -> tuple[Any, Any] | None:
+    """A package's two functions, or None where it is missing or does not work.
+
+    Importing is the only test that tells: flash-attn 2 brings a folder of version 4 without what
+    that needs, and version 4 alone leaves a package of version 2's name without its functions.
+    """
+    try:
+        found = importlib.import_module(module)
+        return found.flash_attn_func, found.flash_attn_varlen_func
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return None
+
+
+def capability(tensor: Tensor) -> int:
+    """First number of the compute capability of the GPU that a tensor lies on.
+
+    Raises:
+        UsageError: it lies elsewhere, or is in a precision that flash-attn does not take.
+    """
+    if not tensor.is_cuda or tensor.dtype not in (torch.float16, torch.bfloat16):
+        raise UsageError(
+            f"flash-attn takes float16 and bfloat16 on a CUDA GPU, not {tensor.dtype} on "
+            f"{tensor.device.type}; use backend='sdpa'"
+        )
+    return torch.cuda.get_device_capability(tensor.device)[0]
+
+
+@cache
+def find(qk_width: int, value_width: int, major: int) -> tuple[Kernel, int] | None:
+    """The kernel for these widths and into how many parts the values are split, or None.
 
     One that takes the values whole comes before one that does not, a newer before an older one.
     """
-    installed = [kernel for kernel in KERNELS if kernel.installed()]
-    for kernel in installed:
-        if kernel.takes(qk_width, value_width):
+    working = [kernel for kernel in KERNELS if _functions(kernel.module) is not None]
+    for kernel in working:
+        if kernel.takes(qk_width, value_width, major):
             return kernel, 1
     if value_width == 2 * qk_width:
-        for kernel in installed:
-            if kernel.takes(qk_width, qk_width):
+        for kernel in working:
+            if kernel.takes(qk_width, qk_width, major):
                 return kernel, 2
     return None
 
 
 @cache
-def plan(qk_width: int, value_width: int) -> tuple[Kernel, int]:
+def plan(qk_width: int, value_width: int, major: int) -> tuple[Kernel, int]:
     """`find`, said in one log line the first time.
 
     Raises:
-        UsageError: no package is installed, or none of them takes these widths.
+        UsageError: no package works here, or none of them takes these widths on this GPU.
     """
-    found = find(qk_width, value_width)
+    found = find(qk_width, value_width, major)
     if found is None:
-        installed = [kernel.name for kernel in KERNELS if kernel.installed()]
-        if not installed:
+        working = [kernel.name for kernel in KERNELS if _functions(kernel.module) is not None]
+        if not working:
             raise UsageError(
-                "backend='flash' needs flash-attn, which is not installed: "
+                "backend='flash' needs flash-attn, which is not installed or does not work: "
                 "pip install 'quantdiff[flash]'"
             )
         raise UsageError(
-            f"no installed flash-attn package ({', '.join(installed)}) takes query heads of width "
-            f"{qk_width} with values of width {value_width}; use backend='sdpa'"
+            f"no installed flash-attn package ({', '.join(working)}) takes query heads of width "
+            f"{qk_width} with values of width {value_width} on this GPU; use backend='sdpa'"
         )
     kernel, parts = found
     whole = "whole" if parts == 1 else f"in {parts} calls"
     log.info("%s: query width %d, values of %d %s", kernel.name, qk_width, value_width, whole)
     return found
+
+
+def forget() -> None:
+    """Look anew for packages, after one was installed or removed."""
+    for known in (_functions, find, plan):
+        known.cache_clear()
 
 
 def call(
@@ -118,24 +156,25 @@ def call(
         (B, H, N, w), zeros in the rows of padded queries.
 
     Raises:
-        UsageError: widths that the kernel does not take.
+        UsageError: widths that the kernel does not take here, or it does not work here.
     """
     widths = query.shape[-1], value.shape[-1]
-    if not kernel.takes(*widths):
+    if not kernel.takes(*widths, capability(query)):
         raise UsageError(
             f"{kernel.name} does not take query heads of width {widths[0]} with values of width "
-            f"{widths[1]}"
+            f"{widths[1]} on this GPU"
         )
-    module = importlib.import_module(kernel.module)
+    functions = _functions(kernel.module)
+    if functions is None:
+        raise UsageError(f"{kernel.name} is not installed or does not work")
+    dense, packed = functions
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, d)
     if kept is None:
-        return _first(module.flash_attn_func(q, k, v, softmax_scale=scale, causal=True)).transpose(
-            1, 2
-        )
+        return _first(dense(q, k, v, softmax_scale=scale, causal=True)).transpose(1, 2)
     rows = q.shape[1]
     asking = kept[:, -rows:]
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
-    out[asking] = _packed(module.flash_attn_varlen_func, q[asking], k[kept], v[kept], kept, asking,
+    out[asking] = _packed(packed, q[asking], k[kept], v[kept], kept, asking,
                           scale)  # fmt: skip
     return out.transpose(1, 2)
 

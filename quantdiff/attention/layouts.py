@@ -164,7 +164,7 @@ class Layout:
         Raises:
             ValueError: names the first such pair.
         """
-        group = heads // kv_heads
+        group, kinds = heads // kv_heads, self.branches(heads)
         if self.differential and self.own_keys:
             values = self.value_heads(heads, kv_heads)
             what = "value"
@@ -176,6 +176,11 @@ class Layout:
                 raise ValueError(
                     f"heads {a} and {b} of {heads} read different {what} heads ({values[a]} and "
                     f"{values[b]} of {kv_heads}): they are no pair of the layout {self}"
+                )
+            if self.own_keys and self.differential and (kinds[a], kinds[b]) != (1, 2):
+                raise ValueError(
+                    f"heads {a} and {b} of {heads} are of branches {kinds[a]} and {kinds[b]}, not "
+                    f"1 and 2: they are no pair of the layout {self}"
                 )
 
     def _check_heads(self, heads: int) -> None:

@@ -96,6 +96,11 @@ class _Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = (rotate(t, *rel_pos, self.rotary) for t in (q, k))
+        if hasattr(cache, "layers"):
+            raise UsageError(
+                f"{type(cache).__name__} holds all layers; give an attention module the cache of "
+                "its own layer, for example transformers' DynamicLayer()"
+            )
         if cache is not None:
             k, v = cache.update(k, v)
         kept = None
@@ -115,26 +120,29 @@ class _Attention(nn.Module):
         """From the outputs of all query heads (B, H, N, w) to those that are left (B, h, N, w)."""
         return out
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As in torch; what does not fit is a `UsageError` that names the parameter."""
-        own = self.state_dict()
-        for name in state_dict if strict else ():
-            if name not in own:
-                raise UsageError(
-                    f"the state dict holds {name}, which {type(self).__name__} does not have: it "
-                    "is of another kind of attention"
-                )
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *rest: Any
+    ) -> None:
+        """Called by torch for each module; what does not fit is an error that names it."""
+        kind, own = type(self).__name__, self.state_dict()
+        given = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
+        if strict and given - set(own):
+            raise UsageError(
+                f"the state dict holds {prefix}{min(given - set(own))}, which {kind} does not "
+                "have: it is of another kind of attention"
+            )
         for name, parameter in own.items():
-            if name not in state_dict:
+            if name not in given:
                 if strict:
-                    raise UsageError(f"the state dict lacks {name} of {type(self).__name__}")
-            elif state_dict[name].shape != parameter.shape:
+                    raise UsageError(f"the state dict lacks {prefix}{name} of {kind}")
+                continue
+            shape = tuple(state_dict[prefix + name].shape)
+            if shape != tuple(parameter.shape):
                 raise UsageError(
-                    f"{name} is {tuple(state_dict[name].shape)} in the state dict and "
-                    f"{tuple(parameter.shape)} in this {type(self).__name__}: the head counts or "
-                    "the layout are others"
+                    f"{prefix}{name} is {shape} in the state dict and {tuple(parameter.shape)} in "
+                    f"this {kind}: the head counts or the layout are others"
                 )
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *rest)
 
 
 class MultiheadAttention(_Attention):
@@ -179,8 +187,12 @@ class _LambdaVectors(_Attention):
     def __init__(self, *args: Any, depth: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lambda_init = lambda_init(depth)
+
+        def vector() -> nn.Parameter:
+            return nn.Parameter(torch.randn(self.head_dim, dtype=torch.float32) * 0.1)
+
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            self.register_parameter(name, nn.Parameter(torch.randn(self.head_dim) * 0.1))
+            self.register_parameter(name, vector())
         self.subln = nn.RMSNorm(2 * self.head_dim, eps=NORM_EPS)
 
     def lambda_full(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -331,6 +343,8 @@ class DifferentialAttentionV2(_Attention):
 
 def _kv(num_heads: int, num_kv_heads: int | None) -> int:
     """Key-value heads of differential heads; checked here, in the caller's numbers."""
+    if num_heads < 1:
+        raise UsageError(f"num_heads is 1 or more, not {num_heads}")
     count = num_heads if num_kv_heads is None else num_kv_heads
     if count < 1 or num_heads % count:
         raise UsageError(f"num_kv_heads = {count} does not divide num_heads = {num_heads}")

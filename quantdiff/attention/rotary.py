@@ -31,8 +31,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, arrangement: str = "interleaved"
 
     Args:
         x: (B, H, N, d).
-        cos, sin: (N, d/2) or (B, N, d/2); taken in the dtype of `x`.
+        cos, sin: (N, d/2) or (B, N, d/2).
         arrangement: one of `ROTARY`.
+
+    Returns:
+        (B, H, N, d), computed in fp32 (fp64 for fp64) and rounded once, as the official kernel.
 
     Raises:
         ValueError: an unknown arrangement, or a table that does not fit.
@@ -44,9 +47,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, arrangement: str = "interleaved"
             f"rel_pos holds cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; for {x.shape[-2]} "
             f"tokens and heads of width {x.shape[-1]} it is {(x.shape[-2], x.shape[-1] // 2)} each"
         )
-    cos, sin = (t.to(x.dtype)[..., None, :, :] for t in (cos, sin))  # (1 or B, 1, N, d/2)
+    upper = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = (t.to(upper)[..., None, :, :] for t in (cos, sin))  # (1 or B, 1, N, d/2)
+    wide = x.to(upper)
     if arrangement == "interleaved":
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    else:
+        a, b = wide.chunk(2, -1)
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return turned.to(x.dtype)

@@ -35,10 +35,14 @@ class Found:
             UsageError: a name that the model does not have.
         """
         found = attention_modules(model)
-        if not found:
+        own = heads_modules(model)
+        if not found and own and not layers:
+            self.layers, _ = owning_list(model, [name for name, _ in own])
+            self.attention: list[tuple[str, nn.Module]] = []
+        elif not found:
             # Calls of scaled_dot_product_attention are looked for while the model runs.
             self.layers = named_layers(model, layers) if layers else block_list(model)
-            self.attention: list[tuple[str, nn.Module]] = []
+            self.attention = []
         else:
             names = [name for name, _ in found]
             if layers:
@@ -51,11 +55,24 @@ class Found:
         self.inside = {name for name, m in model.named_modules() if isinstance(m, Heads)}
         self.layouts = [layout_of(model)] * len(self.layers)
         self.heads: list[tuple[str, Heads]] = []
-        for name, heads in heads_modules(model):
+        kinds: dict[int, set[str]] = {}
+        for name, heads in own:
             layer = layer_of(name, self.layers)
+            if layer is None and not layers:
+                raise RecordingError(
+                    f"{name} attends outside of the layers {self.layers[0][0]} … "
+                    f"{self.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
+                )
             if layer is not None:
                 self.heads.append((name, heads))
-                self.layouts[layer] = str(heads.layout)
+                kinds.setdefault(layer, set()).add(str(heads.layout))
+        for layer, several in kinds.items():
+            if len(several) > 1:
+                raise RecordingError(
+                    f"layer {layer} holds attention of several head layouts "
+                    f"({', '.join(sorted(several))}); their branches cannot be told apart"
+                )
+            (self.layouts[layer],) = several
         self.entrances = self._entrances(model)
 
     @property

@@ -89,7 +89,8 @@ class Recorder:
                     module.register_forward_hook(self._runs.leaving(name), always_call=True),
                 ]
             for name, heads in self._found.heads:
-                self._handles.append(heads.register_forward_pre_hook(self._heads_hook(name)))
+                hook = self._heads_hook(name)
+                self._handles.append(heads.register_forward_pre_hook(hook, with_kwargs=True))
             for name, layer in self._found.layers:
                 self._handles.append(layer.register_forward_hook(self._layer_hook(name)))
         except BaseException:
@@ -141,7 +142,7 @@ class Recorder:
     def _check_complete(self, now: Pass) -> None:
         # A decoder half stands without its encoder: its cross-attention may stay silent.
         attention = [name for name, _ in self._found.attention if not is_cross(name)]
-        attention += [name for name, _ in self._found.heads]
+        attention += [f"{name} (heads)" for name, _ in self._found.heads]
         expected = attention + [name for name, _ in self._found.layers]
         silent = [name for name in expected if not now.fired[name]]
         if silent:
@@ -149,9 +150,8 @@ class Recorder:
                 f"{len(silent)} hooks never fired in a forward pass, the first at {silent[0]}; "
                 "the recording would lack these layers"
             )
-        if not self._found.attention and not any(
-            now.fired[name] for name in self._kept.logit_sites
-        ):
+        found = self._found.attention or self._found.heads
+        if not found and not any(now.fired[name] for name in self._kept.logit_sites):
             raise RecordingError(
                 f"no attention was seen in {type(self._model).__name__}: it calls neither "
                 "transformers' attention dispatch nor scaled_dot_product_attention; a transformers "
@@ -245,12 +245,12 @@ class Recorder:
         )  # fmt: skip
 
     def _heads_hook(self, name: str) -> Callable[..., None]:
-        def hook(module: Heads, args: Any) -> None:
+        def hook(module: Heads, args: Any, kwargs: Any) -> None:
             if in_backward():
                 return
             now = self._runs.current(name)
-            now.fired[name] += 1
-            call = HeadsCall(module, args)
+            now.fired[f"{name} (heads)"] += 1  # the layer itself may have this name
+            call = HeadsCall(module, args, kwargs)
             keys, known = call.key.shape[2], now.batch.past + call.query.shape[2]
             if keys != known:
                 raise RecordingError(

@@ -21,9 +21,10 @@ class Library:
     others for query heads of up to 64, 4 takes any from 8 to 256.
     """
 
-    def __init__(self, monkeypatch, *versions):
+    def __init__(self, monkeypatch, *versions, major=9):
         self.calls = []
-        flash.plan.cache_clear()
+        flash.forget()
+        monkeypatch.setattr(flash, "capability", lambda tensor: major)
         for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
             monkeypatch.setitem(sys.modules, name, None)
         for version in versions:
@@ -103,11 +104,11 @@ class Library:
 @pytest.fixture(autouse=True)
 def _forget_the_plans():
     yield
-    flash.plan.cache_clear()
+    flash.forget()
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("ratio", [1, 2, 4])
+@pytest.mark.parametrize("ratio", [1, 2, 8])
 @pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_the_reference(monkeypatch, form, version, ratio, padded):
@@ -138,7 +139,7 @@ def wide_v1(head_dim):
         ((2, 3), 128, [(128, 128)] * 4),
     ],
 )
-def test_v1_in_two_calls_or_four(monkeypatch, versions, head_dim, calls):
+def test_v1_in_two_calls_or_four_on_hopper(monkeypatch, versions, head_dim, calls):
     library = Library(monkeypatch, *versions)
     module = randomise(wide_v1(head_dim))
     x = inputs(module)
@@ -147,6 +148,42 @@ def test_v1_in_two_calls_or_four(monkeypatch, versions, head_dim, calls):
         expected = plain.run(plain.v1, module, x)
     assert library.calls == calls
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("versions", "major", "widths", "found"),
+    [
+        # Version 4 runs on Hopper and what came after, there with widths of up to 128.
+        ((2, 4), 8, (64, 64), ("flash-attn 2", 1)),
+        ((2, 4), 10, (64, 128), ("flash-attn 4", 1)),
+        ((2, 4), 10, (128, 256), ("flash-attn 4", 2)),
+        ((2, 4), 10, (256, 256), ("flash-attn 2", 1)),
+        # Version 3 takes other value widths on Hopper alone.
+        ((3,), 8, (64, 128), ("flash-attn 3", 2)),
+        ((3,), 9, (64, 128), ("flash-attn 3", 1)),
+        ((4,), 8, (64, 64), None),
+        ((4,), 9, (64, 64), ("flash-attn 4", 1)),
+        ((2,), 9, (12, 12), None),
+        ((), 9, (64, 64), None),
+    ],
+)
+def test_the_choice_depends_on_the_gpu(monkeypatch, versions, major, widths, found):
+    Library(monkeypatch, *versions)
+    kernel = flash.find(*widths, major)
+    assert found == (kernel and (kernel[0].name, kernel[1]))
+
+
+def test_a_package_that_does_not_work_is_none(monkeypatch):
+    """flash-attn 2.8 ships version 4's folder without what that needs."""
+    Library(monkeypatch, 2)
+    broken = types.ModuleType("flash_attn.cute")
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", broken)
+    assert flash.find(64, 64, 9)[0].name == "flash-attn 2"
+
+
+def test_what_flash_does_not_take_is_refused():
+    with pytest.raises(UsageError, match=r"float16 and bfloat16 on a CUDA GPU.*sdpa"):
+        wide_v1(64)(torch.zeros(1, 4, 256).double(), plain.table(4, wide_v1(64)))
 
 
 def test_the_choice_is_logged_once(monkeypatch, caplog):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from quantdiff import RecordingError, record
 from quantdiff.attention import (
@@ -65,9 +66,19 @@ class Block(nn.Module):
         self.attention = attention
         self.mlp = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
 
-    def forward(self, x, rel_pos, attention_mask):
-        x = x + self.attention(x, rel_pos, attention_mask)
+    def forward(self, x, rel_pos, attention_mask, cache=None):
+        x = x + self.attention(x, rel_pos, attention_mask, cache)
         return x + self.mlp(x)
+
+
+class LayerOf:
+    """One layer of a transformers cache, as an attention module takes it."""
+
+    def __init__(self, cache, layer):
+        self.cache, self.layer = cache, layer
+
+    def update(self, key, value):
+        return self.cache.update(key, value, self.layer)
 
 
 class Small(nn.Module):
@@ -83,14 +94,17 @@ class Small(nn.Module):
                 lambda module, args, i=i: self.inputs.__setitem__(i, args[0].detach())
             )
 
-    def forward(self, input_ids, attention_mask=None, checkpointing=False):
+    def forward(self, input_ids, attention_mask=None, checkpointing=False, cache=None):
         x = self.embedding(input_ids) * 3
-        for block in self.blocks:
-            rel_pos = rotary_table(torch.arange(x.shape[1]), block.attention.head_dim)
+        first = 0 if cache is None else cache.get_seq_length()
+        places = torch.arange(first, first + x.shape[1])
+        for i, block in enumerate(self.blocks):
+            rel_pos = rotary_table(places, block.attention.head_dim)
             if checkpointing:
                 x = checkpoint(block, x, rel_pos, attention_mask, use_reentrant=False)
             else:
-                x = block(x, rel_pos, attention_mask)
+                own = None if cache is None else LayerOf(cache, i)
+                x = block(x, rel_pos, attention_mask, own)
         return x
 
 
@@ -172,15 +186,92 @@ def test_training_with_checkpointing_counts_once():
 
 
 def test_a_cache_that_the_pass_does_not_know_is_refused():
-    from transformers.cache_utils import DynamicLayer
-
     torch.manual_seed(0)
     model = Small(lambda i: OWN["adjacent"](i, "sdpa")).eval()
     cache = DynamicLayer()
     attention = model.blocks[0].attention
     forward = attention.forward
-    attention.forward = lambda x, rel_pos, mask: forward(x, rel_pos, None, cache)
+    attention.forward = lambda x, rel_pos, *_: forward(x, rel_pos, None, cache)
     with torch.no_grad():
         model(tiny_ids(1, 6))
         with pytest.raises(RecordingError, match="knows of 6 tokens"), record(model):
             model(tiny_ids(1, 6))
+
+
+def test_attention_outside_of_the_layers_is_refused():
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN["adjacent"](i, "sdpa"))
+    model.pool = OWN["none"](0, "sdpa")
+    with pytest.raises(RecordingError, match=r"pool\S* stands in no list of layers"):
+        record(model)
+
+
+def test_two_lists_of_layers_are_refused():
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN["adjacent"](i, "sdpa"))
+    model.others = nn.ModuleList([Block(OWN["none"](0, "sdpa"))])
+    with pytest.raises(RecordingError, match="more than one list of layers"):
+        record(model)
+
+
+def test_a_layer_of_two_layouts_is_refused():
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN["adjacent"](i, "sdpa"))
+    model.blocks[1].second = OWN["none"](0, "sdpa")
+    with pytest.raises(RecordingError, match="layer 1 holds attention of several head layouts"):
+        record(model)
+
+
+def test_a_shared_module_is_refused():
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN["adjacent"](i, "sdpa"))
+    model.blocks[1].attention = model.blocks[0].attention
+    with pytest.raises(RecordingError, match="stands in several places"):
+        record(model)
+
+
+class Bare(nn.Module):
+    """Attention modules themselves are its layers; the mask has a name of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(300, 64)
+        self.layers = nn.ModuleList(OWN["adjacent"](i, "sdpa") for i in range(2))
+
+    def forward(self, ids, keep):
+        x = self.embedding(ids) * 3
+        rel_pos = rotary_table(torch.arange(x.shape[1]), self.layers[0].head_dim)
+        for layer in self.layers:
+            x = layer(x, rel_pos, keep)
+        return x
+
+
+def test_layers_that_are_attention_modules():
+    torch.manual_seed(0)
+    model = Bare().eval()
+    keep = torch.ones(2, 8, dtype=torch.long)
+    keep[1, :3] = 0
+    with torch.no_grad(), record(model) as recorder:
+        model(tiny_ids(2, 8), keep)
+    profile = recorder.profile()
+    assert profile.attention_logits.count == 2 * 8 * (36 + 15)
+    assert profile.hidden_states.sites[0].count[0] == (8 + 5) * 64
+
+
+def test_a_cache_that_reaches_the_forward():
+    """Prefill and decode with a transformers cache: the statistics of one pass."""
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN["adjacent"](i, "sdpa")).eval()
+    ids = tiny_ids(2, 9)
+    with torch.no_grad(), record(model) as recorder:
+        model(ids)
+    whole = recorder.profile()
+
+    cache = DynamicCache()
+    with torch.no_grad(), record(model) as recorder:
+        for first, last in ((0, 5), (5, 6), (6, 9)):
+            model(ids[:, first:last], cache=cache)
+    steps = recorder.profile()
+    assert steps.attention_logits.count == whole.attention_logits.count
+    for a, b in zip(steps.attention_logits.sites, whole.attention_logits.sites, strict=True):
+        torch.testing.assert_close(a.absmax, b.absmax, rtol=1e-4, atol=1e-5)

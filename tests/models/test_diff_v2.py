@@ -138,7 +138,7 @@ import sys
 sys.modules["quantdiff"] = None  # importing it fails
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)
 told = load_file({str(tmp_path / "told")!r})
 with torch.no_grad():
@@ -146,6 +146,11 @@ with torch.no_grad():
 tokens = model.generate(told["ids"], max_new_tokens=3, do_sample=False, pad_token_id=2)
 assert tokens.shape[1] == told["ids"].shape[1] + 3
 model.save_pretrained({str(tmp_path / "again")!r})
+base = AutoModel.from_pretrained({str(folder)!r}, trust_remote_code=True)
+with torch.no_grad():
+    assert base(input_ids=told["ids"]).last_hidden_state.shape[:2] == told["ids"].shape
+base.save_pretrained({str(tmp_path / "base")!r})
+AutoModel.from_pretrained({str(tmp_path / "base")!r}, trust_remote_code=True)
 """
     environment = {"HF_HOME": str(tmp_path / "home"), "PATH": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -203,13 +208,18 @@ def test_maps_are_returned_as_computed():
     [
         ({"num_attention_heads": 5}, "num_attention_heads = 5 must be even"),
         ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
+            "num_key_value_heads = 2",
+        ),
         ({"num_attention_heads": 8, "num_key_value_heads": 8}, "num_key_value_heads = 8"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"head_dim": 7}, "head_dim = 7 must be even"),
+        ({"hidden_size": 33, "num_attention_heads": 4}, "hidden_size = 33"),
     ],
 )
 def test_a_config_that_does_not_fit(settings, words):
-    with pytest.raises(StrictDataclassError, match=words):
+    with pytest.raises((StrictDataclassError, ValueError), match=words):
         DiffV2Config(**settings)
 
 

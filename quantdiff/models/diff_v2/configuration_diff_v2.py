@@ -34,9 +34,19 @@ class DiffV2Config(LlamaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         left = max(1, self.num_attention_heads // 2)
         if self.head_dim is None:
+            if self.hidden_size % left:
+                raise ValueError(
+                    f"hidden_size = {self.hidden_size} is not divided by {left} heads, those that "
+                    "the subtraction leaves; give head_dim"
+                )
             self.head_dim = self.hidden_size // left
         if self.num_key_value_heads is None:
             self.num_key_value_heads = left
+        # A saved folder holds the code of all these, whichever of them was saved.
+        files = {"AutoConfig": "configuration_diff_v2.DiffV2Config"}
+        files["AutoModel"] = "modeling_diff_v2.DiffV2Model"
+        files["AutoModelForCausalLM"] = "modeling_diff_v2.DiffV2ForCausalLM"
+        kwargs.setdefault("auto_map", files)
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -49,6 +59,8 @@ class DiffV2Config(LlamaConfig):
                 f"num_key_value_heads = {kv_heads} must divide the {heads // 2} pairs of query "
                 "heads: the two heads of a DIFF V2 pair share one key-value head"
             )
+        if not self.head_dim or self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} must be even, for the rotary embedding")
         if self.attention_dropout:
             raise ValueError(
                 f"attention_dropout = {self.attention_dropout} must be 0: DIFF V2 does not define "

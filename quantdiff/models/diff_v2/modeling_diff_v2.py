@@ -119,4 +119,5 @@ class DiffV2ForCausalLM(DiffV2PreTrainedModel, LlamaForCausalLM):
 
 
 DiffV2Config.register_for_auto_class()
+DiffV2Model.register_for_auto_class("AutoModel")
 DiffV2ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
