@@ -1,0 +1,138 @@
+"""Training the zoo: killed at any moment and started again, it gives the same weights."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import quantdiff
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts"
+DATA = ROOT / "calibration" / "corpus" / "train_excerpt.jsonl.xz"
+KINDS = ("transformer", "diff-v1", "diff-v2")
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        import zoo_recipe
+
+        yield zoo_recipe
+
+
+def start(out, *options):
+    command = [
+        sys.executable, str(SCRIPTS / "train_zoo.py"), "--size", "tiny", "--out", str(out),
+        "--data", str(DATA), "--dtype", "float32", "--every", "0", *options,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(run):
+    out, error = run.communicate(timeout=600)
+    assert run.returncode == 0, error.decode()
+    return out.decode()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    out = tmp_path_factory.mktemp("zoo")
+    told = finish(start(out))
+    return out, told
+
+
+def test_all_three_are_trained_and_told(unbroken):
+    out, told = unbroken
+    sizes = []
+    for kind in KINDS:
+        training = json.loads((out / kind / "training.json").read_text())
+        sizes.append(training["parameters"])
+        records = [json.loads(x) for x in (out / kind / "log.jsonl").read_text().splitlines()]
+        losses = [r["loss"] for r in records if "loss" in r]
+        assert losses[-1] < losses[0]
+        assert training["held_out_loss"] == pytest.approx(records[-1]["held_out"], abs=0.05)
+        assert kind in told
+        model, tokenizer = quantdiff.load(out / kind / "model", device="cpu")
+        assert tokenizer.decode(tokenizer("The whale rose.").input_ids) == "The whale rose."
+        assert model.config.tie_word_embeddings
+    assert max(sizes) / min(sizes) < 1.01
+    assert (out / "curves.png").stat().st_size > 10_000
+
+
+def test_killed_at_any_moment(unbroken, tmp_path):
+    out, _ = unbroken
+    dice = random.Random(0)
+    killed = 0
+    while killed < 3:
+        run = start(tmp_path, "--kinds", "diff-v2")
+        state = tmp_path / "diff-v2" / "state.pt"
+        before = state.stat().st_mtime_ns if state.exists() else 0
+        while run.poll() is None and not (state.exists() and state.stat().st_mtime_ns > before):
+            time.sleep(0.005)  # until it has taken a step of its own
+        time.sleep(dice.random() * 0.1)
+        if run.poll() is not None:
+            break
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        killed += 1
+    assert killed
+    finish(start(tmp_path, "--kinds", "diff-v2"))
+    mine = load_file(tmp_path / "diff-v2" / "model" / "model.safetensors")
+    theirs = load_file(out / "diff-v2" / "model" / "model.safetensors")
+    states = [
+        torch.load(folder / "diff-v2" / "state.pt", weights_only=True) for folder in (tmp_path, out)
+    ]
+    for name, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][name]), name
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_another_recipe_does_not_go_on(unbroken):
+    out, _ = unbroken
+    run = start(out, "--kinds", "transformer", "--seed", "7")
+    _, error = run.communicate(timeout=600)
+    assert run.returncode == 1
+    assert b"another recipe" in error
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base", "medium"])
+def test_parameter_counts_agree(recipe, size):
+    with torch.device("meta"):
+        counts = [recipe.build(k, recipe.SIZES[size]).num_parameters() for k in recipe.KINDS]
+    assert max(counts) / min(counts) < 1.01
+
+
+def test_the_order_of_the_text(recipe):
+    stream = recipe.Stream(DATA, recipe.train_tokenizer(DATA), 64)
+    size = 16
+    steps = stream.windows // size + 2
+    batches = [stream.batch(step, size, seed=0) for step in range(steps)]
+    assert torch.equal(stream.batch(3, size, seed=0), batches[3])
+    assert not torch.equal(stream.batch(3, size, seed=1), batches[3])
+    rows = torch.cat(batches)[: stream.windows]
+    assert len({tuple(row.tolist()) for row in rows}) > 0.99 * stream.windows
+
+
+def test_bigram_loss(recipe):
+    tokens = torch.randint(0, 4, (5000,), generator=torch.Generator().manual_seed(0)).numpy()
+    loss = recipe.bigram_loss(tokens, tokens, prior=1e-3)
+    joint = torch.zeros(4, 4, dtype=torch.float64)
+    for a, b in pairwise(tokens.tolist()):
+        joint[a, b] += 1
+    chance = joint / joint.sum(1, keepdim=True)
+    exact = -(joint * chance.log()).sum() / joint.sum()
+    assert loss == pytest.approx(float(exact), rel=1e-3)
