@@ -9,7 +9,7 @@ from quantdiff.errors import RecordingError
 from quantdiff.hooks.dispatch import attention_modules
 from quantdiff.hooks.layers import block_list, layer_of, named_layers, owning_list
 from quantdiff.hooks.own import heads_modules
-from quantdiff.models.families import layout_of
+from quantdiff.models.families import lambda_of, layout_of
 
 __all__ = ["Found", "refuse"]
 
@@ -74,11 +74,21 @@ class Found:
                 )
             (self.layouts[layer],) = several
         self.entrances = self._entrances(model)
+        self._modules = dict(model.named_modules())
 
     @property
     def layout(self) -> str:
         """The head layout of all layers, or `mixed`."""
         return self.layouts[0] if len(set(self.layouts)) == 1 else "mixed"
+
+    def lambdas(self) -> list[float | None] | None:
+        """λ of every layer where it is one number a layer; None where no layer has such a one."""
+        found: list[float | None] = [None] * len(self.layers)
+        for name in [name for name, _ in self.attention] + [name for name, _ in self.heads]:
+            layer = layer_of(name, self.layers)
+            if layer is not None and found[layer] is None:
+                found[layer] = lambda_of(self._modules[name])
+        return None if all(value is None for value in found) else found
 
     def _entrances(self, model: nn.Module) -> list[nn.Module]:
         if not self.attention:

@@ -122,7 +122,7 @@ class Recorder:
                 model={
                     **describe(self._model),
                     "layout": self._found.layout,
-                    "lambda": None,
+                    "lambda": self._found.lambdas(),
                 },
                 data={
                     "source": source,

@@ -164,6 +164,30 @@ def test_our_own_modules(monkeypatch, name, backend, padded):
     assert all(x.branch == kinds[x.head] for x in profile.attention_logits.top(100))
 
 
+def test_lambda_of_every_layer():
+    """λ as the models themselves compute it; V2's depends on the token."""
+    model = tiny_diffllama()
+    with torch.no_grad(), record(model) as recorder:
+        model(tiny_ids(1, 8))
+    expected = []
+    for layer in model.model.layers:
+        a = layer.self_attn
+        first, second = (a.lambda_q1 @ a.lambda_k1).exp(), (a.lambda_q2 @ a.lambda_k2).exp()
+        expected.append(float(first - second + a.lambda_init))
+    assert recorder.profile().model["lambda"] == pytest.approx(expected, rel=1e-5)
+    torch.manual_seed(0)
+    own = Small(lambda i: list(OWN.values())[i](i, "sdpa"), layers=3).eval()
+    with torch.no_grad(), record(own) as recorder:
+        own(tiny_ids(1, 8))
+    told = recorder.profile().model["lambda"]
+    full = float(own.blocks[1].attention.lambda_full())
+    assert told == [None, pytest.approx(full, rel=1e-6), None]
+    model = tiny_diff_v2()
+    with torch.no_grad(), record(model) as recorder:
+        model(tiny_ids(1, 8))
+    assert recorder.profile().model["lambda"] is None
+
+
 def test_a_model_of_several_kinds():
     torch.manual_seed(0)
     kinds = list(OWN.values())
