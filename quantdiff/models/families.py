@@ -24,9 +24,13 @@ def lambda_of(attention: nn.Module) -> float | None:
     Read from V1's four vectors, which have the same names in the official code, in DiffLlama, in
     Motif's models and in quantdiff's modules. V2's λ depends on the token.
     """
-    vectors = [getattr(attention, name, None) for name in VECTORS]
+    vectors = [
+        vector.detach().float()
+        for name in VECTORS
+        if isinstance(vector := getattr(attention, name, None), torch.Tensor) and vector.dim() == 1
+    ]
     init = getattr(attention, "lambda_init", None)
-    if init is None or any(not isinstance(v, torch.Tensor) or v.dim() != 1 for v in vectors):
+    if init is None or len(vectors) < len(VECTORS):
         return None
-    with torch.no_grad():
-        return float(lambda_v1(*(v.detach().float() for v in vectors), float(init)))
+    q1, k1, q2, k2 = vectors
+    return float(lambda_v1(q1, k1, q2, k2, float(init)))
