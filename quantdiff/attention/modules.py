@@ -120,29 +120,31 @@ class _Attention(nn.Module):
         """From the outputs of all query heads (B, H, N, w) to those that are left (B, h, N, w)."""
         return out
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *rest: Any
-    ) -> None:
-        """Called by torch for each module; what does not fit is an error that names it."""
-        kind, own = type(self).__name__, self.state_dict()
-        given = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
-        if strict and given - set(own):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As in torch; with `strict`, a name too much or too few is one sentence."""
+        own = set(self.state_dict())
+        kind, given = type(self).__name__, set(state_dict)
+        if strict and given - own:
             raise UsageError(
-                f"the state dict holds {prefix}{min(given - set(own))}, which {kind} does not "
-                "have: it is of another kind of attention"
+                f"the state dict holds {min(given - own)}, which {kind} does not have: it is of "
+                "another kind of attention"
             )
-        for name, parameter in own.items():
-            if name not in given:
-                if strict:
-                    raise UsageError(f"the state dict lacks {prefix}{name} of {kind}")
-                continue
-            shape = tuple(state_dict[prefix + name].shape)
-            if shape != tuple(parameter.shape):
+        if strict and own - given:
+            raise UsageError(f"the state dict lacks {min(own - given)} of {kind}")
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    # torch calls this for a module inside a model too, but always with strict=True.
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Refuse parameters of another shape, which are of other head counts, by name."""
+        for name, parameter in self.state_dict().items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and given.shape != parameter.shape:
                 raise UsageError(
-                    f"{prefix}{name} is {shape} in the state dict and {tuple(parameter.shape)} in "
-                    f"this {kind}: the head counts or the layout are others"
+                    f"{prefix}{name} is {tuple(given.shape)} in the state dict and "
+                    f"{tuple(parameter.shape)} in this {type(self).__name__}: the head counts or "
+                    "the layout are others"
                 )
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class MultiheadAttention(_Attention):

@@ -205,6 +205,15 @@ class TestOfficialStateDicts:
         module.load_state_dict(state, strict=True)
         assert all(torch.equal(module.state_dict()[name], state[name]) for name in state)
 
+    def test_loads_loosely(self, form):
+        module, state = self.build(form), self.state(form)
+        name = next(iter(state))
+        told = module.load_state_dict({name: state[name], "gate": torch.zeros(1)}, strict=False)
+        assert told.unexpected_keys == ["gate"]
+        assert set(told.missing_keys) == set(state) - {name}
+        assert torch.equal(module.state_dict()[name], state[name])
+        torch.nn.Sequential(module).load_state_dict({f"0.{name}": state[name]}, strict=False)
+
     def test_what_is_missing_is_named(self, form):
         state = self.state(form)
         name = list(state)[-1]

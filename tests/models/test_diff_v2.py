@@ -213,6 +213,7 @@ def test_maps_are_returned_as_computed():
             "num_key_value_heads = 2",
         ),
         ({"num_attention_heads": 8, "num_key_value_heads": 8}, "num_key_value_heads = 8"),
+        ({"hidden_size": 256, "num_attention_heads": 15}, "num_attention_heads = 15 must be even"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"head_dim": 7}, "head_dim = 7 must be even"),
         ({"hidden_size": 33, "num_attention_heads": 4}, "hidden_size = 33"),

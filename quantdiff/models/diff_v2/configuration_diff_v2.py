@@ -22,7 +22,8 @@ class DiffV2Config(LlamaConfig):
     - `attention_dropout`: 0, since the official code has none.
 
     Raises:
-        ValueError: head counts that form no pairs, or pairs that do not share a key-value head.
+        StrictDataclassError, of huggingface_hub: head counts that form no pairs, or pairs that do
+            not share a key-value head; the message names the field.
     """
 
     model_type = "diff_v2"
@@ -34,7 +35,7 @@ class DiffV2Config(LlamaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         left = max(1, self.num_attention_heads // 2)
         if self.head_dim is None:
-            if self.hidden_size % left:
+            if self.hidden_size % left and self.num_attention_heads % 2 == 0:
                 raise ValueError(
                     f"hidden_size = {self.hidden_size} is not divided by {left} heads, those that "
                     "the subtraction leaves; give head_dim"
