@@ -5,7 +5,7 @@ checkpoint every few minutes and goes on from it; an interrupted run gives the w
 unbroken one.
 
     python scripts/train_zoo.py --size base --out runs/zoo
-    python scripts/train_zoo.py --size tiny --kinds diff-v2 --out /tmp/tiny --dtype float32
+    python scripts/train_zoo.py --size tiny --kinds diff-v2 --out runs/tiny --dtype float32
     torchrun --nproc-per-node 8 scripts/train_zoo.py --size medium --out runs/zoo-medium
 """
 
@@ -32,6 +32,7 @@ from quantdiff.versions import versions
 
 DATA = Path(__file__).parent / "zoo_text" / "train.jsonl.xz"
 HELD_OUT_TEXT = Path(__file__).parent.parent / "calibration" / "corpus" / "heldout.jsonl.xz"
+OVERRIDES = ("tokens", "length", "rate", "seed", "dtype")  # options that replace a size's own
 HELD_OUT = 64  # windows looked at while training; all of them at the end
 
 
@@ -259,18 +260,18 @@ def main() -> int:
     parser.add_argument("--length", type=int, help="tokens a window, instead of the size's own")
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--every", type=float, default=180, help="seconds between checkpoints")
     parser.add_argument("--data", type=Path, default=DATA)
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("tokens", "length", "rate", "seed")}
+    given = {name: getattr(options, name) for name in OVERRIDES}
     recipe = replace(SIZES[options.size], **{n: v for n, v in given.items() if v is not None})
     ranks = Ranks()
     if recipe.batch % ranks.count:
         sys.exit(f"{ranks.count} processes do not divide a batch of {recipe.batch}")
 
     def autocast() -> Any:
-        if options.dtype == "float32":
+        if recipe.dtype == "float32":
             return contextlib.nullcontext()
         return torch.autocast(ranks.device.type, torch.bfloat16)
 

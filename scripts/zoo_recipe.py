@@ -39,6 +39,7 @@ class Recipe:
             query heads and a narrower feed-forward part that pays for them.
         length: tokens a window; batch: windows a step; tokens: to train on.
         rate: peak learning rate, reached after `warmup` steps, then cosine to a tenth.
+        dtype: of the computation, by autocast; the weights are fp32.
     """
 
     hidden: int
@@ -52,6 +53,7 @@ class Recipe:
     warmup: int = 100
     decay: float = 0.1
     seed: int = 0
+    dtype: str = "bfloat16"
 
     @property
     def steps(self) -> int:

@@ -46,13 +46,15 @@ class Heads(nn.Module):
         Args:
             query: (B, H, N, d).
             key, value: (B, G, M, d), the N tokens being the last of M.
-            kept: (B, M) bool, False at padding; or None.
+            kept: (B, M), 0 or False at padding, as it was given to the model: the recorder reads
+                a mask once for all layers that share it; or None.
 
         Returns:
             (B, H, N, w), w being d or 2d by the layout.
         """
         heads, kv_heads = query.shape[1], key.shape[1]
         calls = self.layout.calls(heads, kv_heads)
+        kept = None if kept is None else kept.bool()
         outs = []
         for call in calls:
             values = [_take(value, part) for part in zip(*call.values, strict=True)]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from quantdiff.errors import UsageError
+
 __all__ = ["ROTARY", "rotary_table", "rotate"]
 
 # How a head's channels form the pairs that are rotated: neighbours, as in the official DIFF code,
@@ -38,12 +40,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, arrangement: str = "interleaved"
         (B, H, N, d), computed in fp32 (fp64 for fp64) and rounded once, as the official kernel.
 
     Raises:
-        ValueError: an unknown arrangement, or a table that does not fit.
+        UsageError: an unknown arrangement, or a table that does not fit.
     """
     if arrangement not in ROTARY:
-        raise ValueError(f"rotary is one of {', '.join(ROTARY)}, not {arrangement!r}")
+        raise UsageError(f"rotary is one of {', '.join(ROTARY)}, not {arrangement!r}")
     if cos.shape[-2:] != (x.shape[-2], x.shape[-1] // 2) or cos.shape != sin.shape:
-        raise ValueError(
+        raise UsageError(
             f"rel_pos holds cos {tuple(cos.shape)} and sin {tuple(sin.shape)}; for {x.shape[-2]} "
             f"tokens and heads of width {x.shape[-1]} it is {(x.shape[-2], x.shape[-1] // 2)} each"
         )

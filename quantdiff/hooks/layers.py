@@ -25,11 +25,18 @@ def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, lis
     Raises:
         RecordingError: no list, or more than one, holds the decoder's attention modules.
     """
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    modules = list(model.named_modules())
+    lists: dict[str, nn.Module] = {n: m for n, m in modules if isinstance(m, nn.ModuleList)}
     owners = {site: _outermost(site, lists) for site in attention}
+    if set(owners.values()) == {None}:  # blocks may stand in a Sequential as well
+        lists = {n: m for n, m in modules if _alike(m)}
+        owners = {site: _outermost(site, lists) for site in attention}
     if None in owners.values():
         site = next(site for site, owner in owners.items() if owner is None)
-        raise RecordingError(f"the attention module {site} stands in no list of layers")
+        raise RecordingError(
+            f"the attention module {site} stands in no list of layers; name the layers: "
+            "record(model, layers=['…', …])"
+        )
     found = sorted({owner for owner in owners.values() if owner is not None})
     if len(found) > 1:
         decoder = _decoder_name(model)
@@ -114,7 +121,7 @@ def _distinct(layers: Layers) -> Layers:
     return layers
 
 
-def _outermost(site: str, lists: dict[str, nn.ModuleList]) -> str | None:
+def _outermost(site: str, lists: dict[str, nn.Module]) -> str | None:
     parts = site.split(".")
     prefixes = (".".join(parts[:i]) for i in range(1, len(parts)))
     return next((prefix for prefix in prefixes if prefix in lists), None)

@@ -78,9 +78,10 @@ def read_sdpa(call: SdpaCall) -> tuple[Visible, Bias | None]:
 def read_heads(call: HeadsCall) -> tuple[Visible, Bias | None]:
     """The same for quantdiff's own attention: causal, padding left out."""
     batch, rows, keys = _sizes(call)
-    device, kept = call.query.device, call.mask
-    if kept is None:
+    device = call.query.device
+    if call.mask is None:
         return Visible.causal(batch, rows, keys, device), None
+    kept = call.mask.bool()
     place = torch.arange(keys, device=device)
 
     def mask_rows(first: int, last: int) -> Tensor:

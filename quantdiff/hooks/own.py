@@ -18,7 +18,7 @@ class HeadsCall:
         query: (B, H, N, D).
         key: (B, G, M, D), query head i reading key head i // (H/G); G is H where the layout does
             not have it so by itself.
-        mask: (B, M) bool, False at padding; or None.
+        mask: (B, M), 0 or False at padding; or None.
     """
 
     __slots__ = ("key", "mask", "query")

@@ -298,7 +298,8 @@ def record(
     Args:
         model: a transformers model whose attention goes through the attention dispatch (eager,
             sdpa, flex_attention or flash_attention_2/3/4), or any module that calls
-            `torch.nn.functional.scaled_dot_product_attention`.
+            `torch.nn.functional.scaled_dot_product_attention` or holds modules of
+            `quantdiff.attention`.
         top_k: how many of the largest magnitudes are kept with their coordinates.
         detail: `full`, or `extremes` for counts, maxima and minima alone, which is faster.
         layers: names of the modules whose outputs are the hidden states, in order; found by
@@ -309,6 +310,7 @@ def record(
         A context; its `profile()` gives what was recorded.
 
     Raises:
+        UsageError: `detail`, `top_k` or a name of `layers` that is not known.
         RecordingError: the model, or in a forward pass something it does, cannot be recorded
             rightly.
     """

@@ -4,6 +4,9 @@ Official attention modules lie in a decoder with Llama's names around them. From
 DiffLlama, heads of map 1 go before those of map 2, channel pairs of the rotary embedding go from
 neighbours to halves, and the sub-layer norm's weight, which DiffLlama lacks, is folded into the
 output projection. From V2's to DiffV2's only the channel pairs move.
+
+Official V2 and DiffV2 weights have the same names and shapes: which of them a file holds is for the
+caller to know, and converting twice scrambles it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +22,9 @@ from quantdiff.errors import UsageError
 __all__ = ["CONVERSIONS", "Conversion", "attention_prefixes", "convert_state"]
 
 State = dict[str, Tensor]
+
+_QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Conversion:
 
     Attributes:
         source, target: names of the kinds.
-        marker: a parameter of every attention module of the source.
+        marker: a parameter of every attention module of the source, by which they are found.
+        names: what else such a module has.
         heads: the counts, read from the module's shapes.
         attention: converts the parameters of one module.
         lossy: what cannot be undone, for the model card; empty where everything can.
@@ -50,6 +57,7 @@ class Conversion:
     source: str
     target: str
     marker: str
+    names: tuple[str, ...]
     heads: Callable[[State], Heads]
     attention: Callable[[State, Heads], State]
     lossy: str = ""
@@ -135,16 +143,20 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
     (c.source, c.target): c
     for c in (
         Conversion(
-            "official-v1", "diffllama", "subln.weight", _v1_heads, _v1_to_diffllama,
+            "official-v1", "diffllama", "subln.weight",
+            (*_QKV, "out_proj.weight", *_VECTORS), _v1_heads, _v1_to_diffllama,
             lossy="the weight of the sub-layer norm was folded into the output projection",
         ),
-        Conversion("diffllama", "official-v1", "lambda_q1", _v1_heads, _diffllama_to_v1),
         Conversion(
-            "official-v2", "diff_v2", "lambda_proj.weight", _v2_heads,
+            "diffllama", "official-v1", "lambda_q1", (*_QKV, "o_proj.weight", *_VECTORS),
+            _v1_heads, _diffllama_to_v1,
+        ),
+        Conversion(
+            "official-v2", "diff_v2", "lambda_proj.weight", (*_QKV, "o_proj.weight"), _v2_heads,
             lambda state, heads: _move(state, heads, to="half", order=_same),
         ),
         Conversion(
-            "diff_v2", "official-v2", "lambda_proj.weight", _v2_heads,
+            "diff_v2", "official-v2", "lambda_proj.weight", (*_QKV, "o_proj.weight"), _v2_heads,
             lambda state, heads: _move(state, heads, to="interleaved", order=_same),
         ),
     )
@@ -189,13 +201,37 @@ def convert_state(state: Mapping[str, Tensor], source: str, target: str) -> Stat
             for name, value in state.items()
             if name.startswith(prefix)
         }
+        for name in conversion.names:
+            if name not in own:
+                raise UsageError(f"{prefix}{name} is missing among the weights")
+        heads = conversion.heads(own)
+        _check(own, heads, prefix)
         try:
-            heads = conversion.heads(own)
             layout("adjacent_shared" if "v2" in source else "adjacent").check(heads.query, heads.kv)
-            new = conversion.attention(own, heads)
-        except KeyError as error:
-            raise UsageError(f"{prefix}{error.args[0]} is missing among the weights") from None
         except ValueError as error:
             raise UsageError(f"{prefix.rstrip('.') or source}: {error}") from None
+        new = conversion.attention(own, heads)
         converted |= {prefix + name: value for name, value in new.items()}
     return converted
+
+
+def _check(state: State, heads: Heads, prefix: str) -> None:
+    """Refuse shapes that do not belong together, which a reshape might take without a word."""
+    width = heads.width
+    shapes = {
+        "q_proj.weight": (heads.query * width, None),
+        "k_proj.weight": (heads.kv * width, None),
+        "v_proj.weight": (heads.kv * width, None),
+        "subln.weight": (2 * width,),
+        **dict.fromkeys(_VECTORS, (width,)),
+    }
+    left = heads.query // 2 * (1 if "lambda_proj.weight" in state else 2) * width
+    shapes |= dict.fromkeys(("out_proj.weight", "o_proj.weight"), (None, left))
+    for name, expected in shapes.items():
+        given = tuple(state[name].shape) if name in state else ()
+        if given and (
+            len(given) != len(expected)
+            or any(e not in (None, g) for g, e in zip(given, expected, strict=True))
+        ):
+            told = " × ".join("any" if e is None else str(e) for e in expected)
+            raise UsageError(f"{prefix}{name} is {given}; with heads of width {width} it is {told}")

@@ -1,8 +1,6 @@
 """The recorder on small models: right numbers, and a model that never notices."""
 
-import copy
 import inspect
-import threading
 
 import numpy as np
 import pytest
@@ -10,12 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
-from transformers.modeling_utils import AttentionInterface
 
 from quantdiff import RecordingError, UsageError, record
 from quantdiff.statistics.storage import to_json
 from tests.reference import Materialised, check_profile
-from tests.tiny import build, tiny_diffllama, tiny_ids, tiny_llama
+from tests.tiny import tiny_diffllama, tiny_ids, tiny_llama
 
 MODELS = {"llama": tiny_llama, "diffllama": tiny_diffllama}
 # The cache argument was called past_key_values before.
@@ -69,7 +66,9 @@ def assert_same(a, b):
         assert x.count == y.count
         # Bins are exact counts of values that rounding may carry over an edge.
         assert x.median == pytest.approx(y.median, rel=8e-3)
-        assert np.allclose(x.largest.values, y.largest.values, rtol=1e-4, atol=1e-5)
+        # Short recordings keep all values, down to sums that nearly cancel.
+        rounding = 1e-6 * x.largest.values.max(initial=0.0)
+        assert np.allclose(x.largest.values, y.largest.values, rtol=1e-4, atol=rounding)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -181,102 +180,6 @@ class TestDiffLlama:
         logits = frame[frame.activation == "attention_logits"]
         assert logits.branch.tolist() == [1, 1, 2, 2] * layers
         assert all(x.branch == (1 if x.head < 2 else 2) for x in profile.attention_logits.top(100))
-
-
-class TestTheModelNeverNotices:
-    def state(self, model):
-        modules = dict(model.named_modules())
-        return (
-            {name: id(vars(m).get("config")) for name, m in modules.items()},
-            {
-                name: (len(m._forward_hooks), len(m._forward_pre_hooks))
-                for name, m in modules.items()
-            },
-            {name: sorted(vars(m)) for name, m in modules.items()},
-            dict(AttentionInterface._global_mapping),
-            model.config._attn_implementation,
-        )
-
-    @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-    def test_after_an_exception_in_the_forward(self, kind):
-        model = tiny_llama()
-        before = self.state(model)
-
-        def fail(*_):
-            raise kind("from inside")
-
-        handle = model.model.layers[1].mlp.register_forward_hook(fail)
-        with pytest.raises(kind, match="from inside"), record(model) as recorder:
-            model(input_ids=tiny_ids())
-        handle.remove()
-        assert self.state(model) == before
-        with record(model) as recorder:
-            model(input_ids=tiny_ids())
-        assert not recorder.profile().partial
-
-    def test_a_pass_that_failed_marks_the_profile_partial(self):
-        model = tiny_llama()
-        with record(model) as recorder:
-            model(input_ids=tiny_ids())
-            handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                model(input_ids=tiny_ids())
-            handle.remove()
-        assert recorder.profile().partial
-
-    def test_a_users_own_hooks_stay(self):
-        model = tiny_llama()
-        calls = []
-        model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-        profile_of(model, {"input_ids": tiny_ids()})
-        model(input_ids=tiny_ids())
-        assert len(calls) == 2
-
-    def test_another_model_of_the_same_config_object_is_not_recorded(self):
-        model = tiny_llama()
-        other = build(type(model), model.config, seed=1)
-        assert other.model.layers[0].self_attn.config is model.model.layers[0].self_attn.config
-        with record(model) as recorder:
-            model(input_ids=tiny_ids(1, 10))
-            other(input_ids=tiny_ids(3, 12))
-        assert recorder.profile().data["tokens"] == 10
-        assert recorder.profile().attention_logits.count == 2 * 4 * 55
-
-    def test_two_models_are_recorded_at_once_in_two_threads(self):
-        models = [tiny_llama(seed=i) for i in range(2)]
-        batches = [{"input_ids": tiny_ids(2, 20, seed=i)} for i in range(2)]
-        expected = [profile_of(m, *[b] * 5) for m, b in zip(models, batches, strict=True)]
-        recorders = [record(model) for model in models]
-
-        def run(i):
-            with torch.no_grad(), recorders[i]:
-                for _ in range(5):
-                    models[i](**batches[i])
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for recorder, profile in zip(recorders, expected, strict=True):
-            assert_same(recorder.profile(), profile)
-
-    def test_a_copy_made_while_recording_is_a_plain_model(self):
-        model = tiny_llama()
-        expected = model(input_ids=tiny_ids()).logits
-        with record(model):
-            other = copy.deepcopy(model.config)
-        assert type(other) is type(model.config)
-        assert torch.equal(model(input_ids=tiny_ids()).logits, expected)
-
-    def test_the_implementation_may_change_while_recording(self):
-        model, batch = tiny_llama(), {"input_ids": tiny_ids(2, 12)}
-        with record(model) as recorder:
-            for attention in ATTENTION:
-                model.set_attn_implementation(attention)
-                model(**batch)
-        assert model.config._attn_implementation == "flex_attention"
-        assert_same(recorder.profile(), profile_of(tiny_llama(), batch, batch, batch))
 
 
 class TestDtypes:

@@ -128,6 +128,25 @@ def test_what_cannot_be_converted_is_named():
     lacking = {name: value for name, value in state.items() if name != "out_proj.weight"}
     with pytest.raises(UsageError, match=r"out_proj\.weight is missing"):
         convert_state(lacking, "official-v1", "diffllama")
-    state["k_proj.weight"] = torch.zeros(24, 64)
+    fewer = {"k_proj.weight": torch.zeros(24, 64), "v_proj.weight": torch.zeros(24, 64)}
     with pytest.raises(UsageError, match="num_kv_heads = 3"):
-        convert_state(state, "official-v1", "diffllama")
+        convert_state(state | fewer, "official-v1", "diffllama")
+
+
+@pytest.mark.parametrize("way", [*KINDS.items(), *((b, a) for a, b in KINDS.items())])
+def test_every_parameter_is_asked_for(way):
+    """A module that lacks one, or has one of another shape, is never converted in silence."""
+    source, target = way
+    kind = source if source in KINDS else target
+    state = official(kind, 2).state_dict()
+    if source not in KINDS:
+        state = convert_state(state, kind, source)
+    for name, value in state.items():
+        if name not in ("subln.weight", "lambda_proj.weight", "lambda_q1"):
+            less = {key: other for key, other in state.items() if key != name}
+            with pytest.raises(UsageError, match=f"{name} is missing"):
+                convert_state(less, source, target)
+        if name not in ("lambda_proj.weight", "lambda_q1"):
+            cut = state | {name: value[..., :-3] if "o" in name[:3] else value[:-3]}
+            with pytest.raises(UsageError, match=r"is \(|num_kv_heads"):
+                convert_state(cut, source, target)

@@ -22,8 +22,8 @@ class DiffV2Config(LlamaConfig):
     - `attention_dropout`: 0, since the official code has none.
 
     Raises:
-        StrictDataclassError, of huggingface_hub: head counts that form no pairs, or pairs that do
-            not share a key-value head; the message names the field.
+        ValueError: head counts that form no pairs, or pairs that do not share a key-value head;
+            the message names the field.
     """
 
     model_type = "diff_v2"
@@ -43,6 +43,7 @@ class DiffV2Config(LlamaConfig):
             self.head_dim = self.hidden_size // left
         if self.num_key_value_heads is None:
             self.num_key_value_heads = left
+        self.validate_architecture()  # here too, for an error of one line
         # A saved folder holds the code of all these, whichever of them was saved.
         files = {"AutoConfig": "configuration_diff_v2.DiffV2Config"}
         files["AutoModel"] = "modeling_diff_v2.DiffV2Model"
@@ -51,7 +52,7 @@ class DiffV2Config(LlamaConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Called by transformers when a configuration is made."""
+        """Called by transformers when a configuration is made or saved."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads or 0
         if heads < 2 or heads % 2:
             raise ValueError(f"num_attention_heads = {heads} must be even: DIFF V2's heads pair up")
