@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from quantdiff.analysis.frames import KINDS, activations_of, figure_data
+from quantdiff.analysis.maps import plot_maps
 from quantdiff.analysis.style import DOUBLE, SINGLE, Page, heat_map, model_colors, set_title, style
 from quantdiff.analysis.text import literal, number
 from quantdiff.errors import UsageError
@@ -36,7 +37,8 @@ def plot(
         profile: what was recorded.
         kind: "layers": the largest attention logit and hidden state of each layer; "heads": the
             largest attention logit of each layer and head, as a heat map; "magnitudes": how the
-            magnitudes are distributed.
+            magnitudes are distributed; "maps": sinks, negative mass and context RMS of the
+            attention maps by layer, where they were measured.
         activation: "attention_logits" or "hidden_states"; None draws a panel for each or, where
             `ax` is given, the attention logits.
         ax: draw one panel here, and not in a new figure.
@@ -46,9 +48,13 @@ def plot(
         `ax`.
 
     Raises:
-        UsageError: an unknown kind or activation, heads of hidden states, or magnitudes of a
-            recording that kept only extremes.
+        UsageError: an unknown kind or activation, heads of hidden states, magnitudes of a
+            recording that kept only extremes, or maps that were not measured.
     """
+    if kind == "maps":
+        if ax is not None or activation is not None:
+            raise UsageError("the figure of the maps has panels of its own: give kind alone")
+        return plot_maps(profile)
     data = figure_data(profile, kind)
     shown = activations_of(profile, activation)
     if kind == "heads":
@@ -73,7 +79,8 @@ def plot(
 def save_figures(profile: Profile, folder: str | Path) -> list[Path]:
     """Write every figure of a profile as PNG and SVG, and its numbers as CSV.
 
-    The same profile gives the same bytes. A profile with only extremes has no figure of magnitudes.
+    The same profile gives the same bytes. A profile with only extremes has no figure of magnitudes,
+    one without maps none of them.
 
     Returns:
         The files: `layers.png`, `layers.svg`, `layers.csv`, and so on.
@@ -83,6 +90,8 @@ def save_figures(profile: Profile, folder: str | Path) -> list[Path]:
     written = []
     for kind in KINDS:
         if kind == "magnitudes" and profile.detail == "extremes":
+            continue
+        if kind == "maps" and not profile.maps:
             continue
         page = plot(profile, kind)
         for suffix, metadata in (("png", {}), ("svg", {"Date": None})):

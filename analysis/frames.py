@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pandas as pd
 
+from quantdiff.analysis.maps import maps_frame
 from quantdiff.errors import UsageError
 from quantdiff.statistics import Histogram
+from quantdiff.statistics.activations import AttentionLogits, HiddenStates
 from quantdiff.statistics.histogram import BINS_AN_OCTAVE
-from quantdiff.statistics.profile import AttentionLogits, HiddenStates, Profile
+from quantdiff.statistics.profile import Profile
 
 __all__ = ["ACTIVATIONS", "KINDS", "activations_of", "figure_data"]
 
@@ -22,15 +24,17 @@ def figure_data(profile: Profile, kind: str) -> pd.DataFrame:
         profile: what was recorded.
         kind: "layers" (one row an activation, layer and branch), "heads" (one row a layer and
             head) or "magnitudes" (one row an activation, branch and bin of a quarter octave,
-            magnitudes in [low, high), and one with low = high = 0 for the zeros, if any).
+            magnitudes in [low, high), and one with low = high = 0 for the zeros, if any) or
+            "maps" (one row a layer and kind of map).
 
     Raises:
-        UsageError: an unknown kind, or magnitudes of a recording that kept only extremes.
+        UsageError: an unknown kind, magnitudes of a recording that kept only extremes, or maps of
+            one that did not measure them.
     """
     if kind not in KINDS:
         raise UsageError(f"there is no figure {kind!r}; choose one of {', '.join(KINDS)}")
     frame = KINDS[kind](profile)
-    return frame.astype({"branch": "Int64"})
+    return frame.astype({"branch": "Int64"}) if "branch" in frame else frame
 
 
 def activations_of(profile: Profile, activation: str | None) -> list[str]:
@@ -121,4 +125,5 @@ KINDS: dict[str, Callable[[Profile], pd.DataFrame]] = {
     "layers": _layers,
     "heads": _heads,
     "magnitudes": _magnitudes,
+    "maps": maps_frame,
 }

@@ -1,7 +1,7 @@
 """A profile of a model on text: the recorder run over token windows."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,9 @@ def profile_text(
     batch_size: int = 1,
     top_k: int = 100,
     detail: Literal["extremes", "full"] = "full",
+    layout: str | None = None,
+    maps: bool = False,
+    spans: Sequence[tuple[int, int]] = (),
     progress: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Profile:
@@ -46,7 +49,7 @@ def profile_text(
         model: any model that `quantdiff.record` takes.
         windows: the text as tokens.
         batch_size: windows in one forward pass; changes nothing in the result.
-        top_k, detail: as in `quantdiff.record`.
+        top_k, detail, layout, maps, spans: as in `quantdiff.record`.
         progress: told the number of tokens after each pass.
         stop: asked after each pass; True ends the recording, which is then marked partial.
 
@@ -63,7 +66,9 @@ def profile_text(
         # number, Gemma 4 leaves out the other tokens in its last layers too.
         options["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=device)
     partial = False
-    with record(model, top_k=top_k, detail=detail) as recorder:
+    with record(
+        model, top_k=top_k, detail=detail, layout=layout, maps=maps, spans=spans
+    ) as recorder:
         left = windows.tokens
         for batch in windows.batches(batch_size, pad_token_id=0):
             model(**{name: value.to(device) for name, value in batch.items()}, **options)

@@ -8,16 +8,17 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from quantdiff.analysis.maps import maps_table
 from quantdiff.analysis.published import SOURCE, TABLE_5, UNSAID
 from quantdiff.analysis.text import UNKNOWN, literal, number
-from quantdiff.statistics.profile import (
+from quantdiff.statistics.activations import (
     RANKS,
     Activations,
     AttentionLogits,
     HiddenState,
     Logit,
-    Profile,
 )
+from quantdiff.statistics.profile import Profile
 from quantdiff.statistics.site import SiteStatistics
 
 __all__ = ["heading", "profile_report", "profile_table", "published_table", "worst_layers_table"]
@@ -49,8 +50,9 @@ def heading(profile: Profile) -> Text:
 
 
 def profile_report(profile: Profile) -> list[Text | Table]:
-    """All that a terminal shows of a profile, in order: heading, table, worst layers."""
-    return [heading(profile), profile_table(profile), worst_layers_table(profile)]
+    """All that a terminal shows of a profile, in order: heading, table, worst layers, maps."""
+    maps = [maps_table(profile)] if profile.maps else []
+    return [heading(profile), profile_table(profile), worst_layers_table(profile), *maps]
 
 
 def profile_table(profile: Profile) -> Table:

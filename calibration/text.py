@@ -14,7 +14,7 @@ from torch import Tensor
 from quantdiff.calibration.sources import document_chunks, read_documents
 from quantdiff.errors import UsageError
 
-__all__ = ["TextWindows", "check_vocabulary", "read_documents", "text_windows"]
+__all__ = ["TextWindows", "added_bos", "check_vocabulary", "read_documents", "text_windows"]
 
 _SEPARATOR = "\n\n"
 _PIECE = 1 << 15  # characters
@@ -114,7 +114,7 @@ def text_windows(source: str | Path, tokenizer: Any, *, tokens: int, seq_len: in
         raise UsageError(f"{tokens} tokens are no text window: ask for at least 2 tokens")
     if seq_len < 2:
         raise UsageError(f"a sequence length of {seq_len} is no text window: use at least 2")
-    bos = _added_bos(tokenizer)
+    bos = added_bos(tokenizer)
     prefix = torch.tensor([] if bos is None else [bos], dtype=torch.int64)
     body = seq_len - len(prefix)
     full, rest = divmod(tokens, seq_len)
@@ -178,7 +178,7 @@ def _token_ids(tokenizer: Any, text: str, add_special_tokens: bool = False) -> l
     return list(encoded["input_ids"])
 
 
-def _added_bos(tokenizer: Any) -> int | None:
+def added_bos(tokenizer: Any) -> int | None:
     """Id that the tokenizer puts before a text by itself; found by trying, whatever its class."""
     plain = _token_ids(tokenizer, _PROBE)
     marked = _token_ids(tokenizer, _PROBE, add_special_tokens=True)

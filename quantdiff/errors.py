@@ -1,6 +1,12 @@
 """Errors that a user can mend: one sentence that names the thing and the remedy."""
 
-__all__ = ["MissingExtraError", "RecordingError", "UsageError", "require"]
+__all__ = [
+    "MissingExtraError",
+    "RecordingError",
+    "UnknownLayoutWarning",
+    "UsageError",
+    "require",
+]
 
 import importlib
 from types import ModuleType
@@ -16,6 +22,10 @@ class MissingExtraError(UsageError, ImportError):
 
 class RecordingError(UsageError):
     """A model, or a call of it, that cannot be recorded rightly and is refused for that reason."""
+
+
+class UnknownLayoutWarning(UserWarning):
+    """Attention that calls itself differential is recorded as plain heads: how is not known."""
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

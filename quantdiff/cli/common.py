@@ -3,6 +3,7 @@
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = [
     "interruptible",
     "silence_libraries",
     "token_progress",
+    "warnings_as_notes",
 ]
 
 app = typer.Typer(
@@ -92,6 +94,25 @@ def silence_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print quantdiff's own warnings as one line each."""
+    from quantdiff.errors import UnknownLayoutWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", UnknownLayoutWarning)
+        shown = warnings.showwarning
+
+        def show(message: Any, category: Any, *rest: Any) -> None:
+            if issubclass(category, UnknownLayoutWarning):
+                sys.stderr.write(f"note: {message}\n")
+            else:
+                shown(message, category, *rest)
+
+        warnings.showwarning = show
+        yield
 
 
 @contextmanager

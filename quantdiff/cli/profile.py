@@ -23,10 +23,15 @@ Examples:
   --tokens 400000 --seq-len 2048 --dtype bfloat16 --out runs/diffllama
 
   quantdiff profile ./my-model --data notes.txt --detail extremes --json
+
+  quantdiff profile ./my-diff-model --maps --out runs/maps
 """
 
 
-OWNED = ("profile.safetensors", "figures/layers.*", "figures/heads.*", "figures/magnitudes.*")
+OWNED = (
+    "profile.safetensors", "figures/layers.*", "figures/heads.*", "figures/magnitudes.*",
+    "figures/maps.*",
+)  # fmt: skip
 
 
 class Detail(StrEnum):
@@ -60,6 +65,26 @@ def profile(
     top: Annotated[
         int, typer.Option("--top", min=0, help="Largest magnitudes kept with their coordinates.")
     ] = 100,
+    maps: Annotated[
+        bool,
+        typer.Option("--maps", help="Measure the attention maps too: sinks, negative mass, …."),
+    ] = False,
+    passages: Annotated[
+        Path | None,
+        typer.Option(
+            "--passages",
+            help="In place of --data, a .jsonl of text and answer: the attention on the answer. "
+            "Implies --maps.",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            help="Head layout of a model that quantdiff does not know: none, halves, "
+            "adjacent, adjacent_shared or grouped:R.",
+        ),
+    ] = None,
     attention: common.Attention = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
@@ -68,6 +93,7 @@ def profile(
 ) -> None:
     """Profile a model: how large its attention logits and hidden states get, and where."""
     from quantdiff.analysis import profiling
+    from quantdiff.calibration.passages import read_passages
     from quantdiff.calibration.text import text_windows
     from quantdiff.files import staged_folder
     from quantdiff.models import context_length, load
@@ -89,18 +115,25 @@ def profile(
         if seq_len is None:
             seq_len = min(2048, context_length(loaded) or 2048)
         profiling.check_length(loaded, seq_len)
-        windows = text_windows(data, tokenizer, tokens=tokens, seq_len=seq_len)
-        if windows.tokens < tokens - 1:  # a last window of one token is dropped
+        spans: list[tuple[int, int]] = []
+        if passages is not None:
+            windows, spans = read_passages(passages, tokenizer, seq_len=seq_len)
+        else:
+            windows = text_windows(data, tokenizer, tokens=tokens, seq_len=seq_len)
+        if (
+            passages is None and windows.tokens < tokens - 1
+        ):  # a last window of one token is dropped
             sys.stderr.write(
                 f"note: {data} holds {windows.tokens:,} tokens, not the {tokens:,} asked for\n"
             )
         with (
+            common.warnings_as_notes(),
             common.interruptible() as stop,
             common.token_progress("recording", windows.tokens, quiet=as_json) as progress,
         ):
             recorded = profiling.profile_text(
                 loaded, windows, batch_size=batch_size, top_k=top, detail=detail.value,
-                progress=progress, stop=stop,
+                layout=layout, maps=maps or bool(spans), spans=spans, progress=progress, stop=stop,
             )  # fmt: skip
         recorded.command = common.command_line()
         if stage is not None:

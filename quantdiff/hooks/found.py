@@ -1,15 +1,25 @@
 """What of a model is recorded: its layers, its attention modules, their head layouts."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantdiff.attention.heads import Heads
-from quantdiff.errors import RecordingError
+from quantdiff.attention.layouts import layout
+from quantdiff.errors import RecordingError, UnknownLayoutWarning, UsageError
 from quantdiff.hooks.dispatch import attention_modules
 from quantdiff.hooks.layers import block_list, layer_of, named_layers, owning_list
+from quantdiff.hooks.logits import HeadsOf
 from quantdiff.hooks.own import heads_modules
-from quantdiff.models.families import lambda_of, layout_of
+from quantdiff.models.families import (
+    STANDARD,
+    Family,
+    calls_itself_differential,
+    family_of,
+    given_family,
+    lambda_of,
+)
 
 __all__ = ["Found", "refuse"]
 
@@ -23,24 +33,36 @@ class Found:
         names: of these modules.
         heads: quantdiff's own attention, by the name of the module that it belongs to.
         inside: full names of all `Heads` modules.
-        layouts: head layout of every layer.
+        modules: all modules by name.
         entrances: the modules through which a pass may begin: the model and the decoders inside.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str] | None) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str] | None, layout: str | None = None
+    ) -> None:
         """Look for them; `layers` are names, or None for the list that holds the attention.
+
+        Args:
+            model: to be recorded.
+            layers: names, or None.
+            layout: head layout of all attention but quantdiff's own, or None for what is known.
 
         Raises:
             RecordingError: no list of layers is found, or more than one.
-            UsageError: a name that the model does not have.
+            UsageError: a name that the model does not have, or an unknown layout.
         """
+        try:
+            self._given = None if layout is None else given_family(layout)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        self._model = model
         found = attention_modules(model)
         own = heads_modules(model)
         if not found and own and not layers:
             self.layers, _ = owning_list(model, [name for name, _ in own])
             self.attention: list[tuple[str, nn.Module]] = []
         elif not found:
-            # Calls of scaled_dot_product_attention are looked for while the model runs.
+            # Calls of attention functions are looked for while the model runs.
             self.layers = named_layers(model, layers) if layers else block_list(model)
             self.attention = []
         else:
@@ -53,41 +75,126 @@ class Found:
             self.attention = [(name, module) for name, module in found if name in set(kept)]
         self.names = {module: name for name, module in self.attention}
         self.inside = {name for name, m in model.named_modules() if isinstance(m, Heads)}
-        self.layouts = [layout_of(model)] * len(self.layers)
+        self.modules = dict(model.named_modules())
+        self._families: dict[str, Family] = {}
+        self._totals: dict[str, int] = {}  # query heads of modules whose maps are calls apart
         self.heads: list[tuple[str, Heads]] = []
-        kinds: dict[int, set[str]] = {}
         for name, heads in own:
-            layer = layer_of(name, self.layers)
-            if layer is None and not layers:
+            if layer_of(name, self.layers) is not None:
+                self.heads.append((name, heads))
+                self._families[name] = Family(str(heads.layout))
+            elif not layers:
                 raise RecordingError(
                     f"{name} attends outside of the layers {self.layers[0][0]} … "
                     f"{self.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
                 )
+        self.layouts(name for name, _ in self.heads)
+        self.entrances = self._entrances(model)
+
+    def family(self, name: str) -> Family:
+        """How the attention module of this name computes its maps."""
+        known = self._families.get(name)
+        if known is None:
+            module = self.modules.get(name, self._model)
+            known = self._given or family_of(self._model, module)
+            if known is None:
+                known = STANDARD
+                if calls_itself_differential(self._model, module):
+                    self._warn(name, "fits no head layout that quantdiff knows")
+            self._families[name] = known
+        return known
+
+    def part(self, name: str, turn: int, query: Tensor) -> HeadsOf | None:
+        """Which heads a call computes, or None for all of the module's.
+
+        Args:
+            name: of the attention module.
+            turn: how many attentions with other queries or keys it has computed in this call of it.
+            query: (B, H, N, D).
+
+        Raises:
+            RecordingError: more calls than its layout has, or heads that are not those of a map.
+        """
+        family, count = self.family(name), query.shape[1]
+        if family.layout == "none":
+            return None
+        heads = layout(str(family.layout))
+        calls = 2 if family.apart else 1
+        if turn >= calls:
+            raise RecordingError(
+                f"{name} attends more than {calls} time{'s' * (calls > 1)} in one call, with other "
+                f"queries or keys, where the head layout {heads} has {calls}; "
+                "record(model, layout='none') records it as plain heads"
+            )
+        step = heads.ratio if turn and self._repeats(query, heads.ratio) else 1
+        try:
+            if not family.apart:
+                heads.branches(count)
+                return None
+            groups, rest = divmod(count // step, 1 if turn else heads.ratio)
+            if rest:
+                raise ValueError(f"{count} heads are no groups of {heads.ratio} signal heads")
+            total = groups * (heads.ratio + 1)
+            if self._totals.setdefault(name, total) != total:
+                raise ValueError(
+                    f"its map 2 has {count} heads, which do not go with those of its map 1"
+                )
+        except ValueError as error:
+            if turn:
+                raise RecordingError(
+                    f"{name} does not fit the head layout {heads}: {error}; "
+                    "record(model, layout='none') records it as plain heads"
+                ) from None
+            self._families[name] = STANDARD
+            self._warn(name, f"does not fit the head layout {heads} ({error})")
+            return None
+        kinds = heads.branches(total)
+        which = tuple(head for head in range(total) if kinds[head] == turn + 1)
+        return HeadsOf(turn + 1, which, total, step)
+
+    @staticmethod
+    def _repeats(query: Tensor, ratio: int) -> bool:
+        """Whether each noise head is repeated for the signal heads that share it."""
+        if ratio == 1 or query.shape[1] % ratio:
+            return False
+        groups = query.unflatten(1, (-1, ratio))
+        return bool((groups == groups[:, :, :1]).all())
+
+    def _warn(self, name: str, why: str) -> None:
+        warnings.warn(
+            f"{name or type(self._model).__name__} ({type(self.modules.get(name)).__name__}) calls "
+            f"itself differential but {why}: it is recorded as plain heads, without branches; "
+            "record(model, layout='…') names a layout",
+            UnknownLayoutWarning,
+            stacklevel=2,
+        )
+
+    def layouts(self, sites: Iterable[str]) -> list[str]:
+        """The head layout of every layer, by the attention modules that were seen in it.
+
+        Raises:
+            RecordingError: a layer holds attention of several layouts.
+        """
+        kinds: dict[int, set[str]] = {}
+        for name in sites:
+            layer = layer_of(name, self.layers)
             if layer is not None:
-                self.heads.append((name, heads))
-                kinds.setdefault(layer, set()).add(str(heads.layout))
+                kinds.setdefault(layer, set()).add(str(self.family(name).layout))
         for layer, several in kinds.items():
             if len(several) > 1:
                 raise RecordingError(
                     f"layer {layer} holds attention of several head layouts "
                     f"({', '.join(sorted(several))}); their branches cannot be told apart"
                 )
-            (self.layouts[layer],) = several
-        self.entrances = self._entrances(model)
-        self._modules = dict(model.named_modules())
+        return ["/".join(kinds.get(i, {""})) for i in range(len(self.layers))]
 
-    @property
-    def layout(self) -> str:
-        """The head layout of all layers, or `mixed`."""
-        return self.layouts[0] if len(set(self.layouts)) == 1 else "mixed"
-
-    def lambdas(self) -> list[float | None] | None:
+    def lambdas(self, sites: Iterable[str]) -> list[float | None] | None:
         """λ of every layer where it is one number a layer; None where no layer has such a one."""
         found: list[float | None] = [None] * len(self.layers)
-        for name in [name for name, _ in self.attention] + [name for name, _ in self.heads]:
+        for name in sites:
             layer = layer_of(name, self.layers)
-            if layer is not None and found[layer] is None:
-                found[layer] = lambda_of(self._modules[name])
+            if layer is not None and found[layer] is None and name in self.modules:
+                found[layer] = lambda_of(self.modules[name])
         return None if all(value is None for value in found) else found
 
     def _entrances(self, model: nn.Module) -> list[nn.Module]:

@@ -5,23 +5,21 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantdiff.attention.layouts import branches
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.layers import layer_of
-from quantdiff.hooks.masks import Bias
+from quantdiff.hooks.logits import HeadsOf, Logits, as_multiplied
 from quantdiff.hooks.sequences import Batch
 from quantdiff.statistics import (
     NonFiniteError,
     SiteStatistics,
-    Visible,
     measure_logits,
     measure_values,
 )
-from quantdiff.statistics.profile import AttentionLogits
+from quantdiff.statistics.activations import AttentionLogits
 
 __all__ = ["Detail", "Kept"]
 
@@ -33,7 +31,7 @@ class Kept:
 
     Attributes:
         lock: held while a site is added to.
-        logit_sites, hidden_sites: by module path.
+        hidden_sites: by module path.
     """
 
     def __init__(
@@ -49,7 +47,8 @@ class Kept:
         self._full = detail == "full"
         self._rank = top_k
         self._compiled = compiled
-        self.logit_sites: dict[str, SiteStatistics] = {}
+        self._calls: dict[tuple[str, int], SiteStatistics] = {}  # by site and branch
+        self._parts: dict[tuple[str, int], HeadsOf] = {}
         self.hidden_sites = {
             name: self._site(name, i, groups=1, coordinates=4)
             for i, (name, _) in enumerate(self._layers)
@@ -62,7 +61,15 @@ class Kept:
 
     def attention_logits(self, layouts: Sequence[str]) -> AttentionLogits:
         """The logit sites in the order of the layers, whose head layouts are given."""
-        order = sorted(self.logit_sites.values(), key=lambda site: site.layer)
+        sites: dict[str, SiteStatistics] = {}
+        for (name, branch), site in sorted(self._calls.items(), key=lambda item: item[1].layer):
+            part = self._parts.get((name, branch))
+            whole = site if part is None else site.spread(part.heads, part.total)
+            if name in sites:
+                sites[name].merge(whole)
+            else:
+                sites[name] = whole
+        order = list(sites.values())
         heads: dict[int, int] = {}
         for site in order:  # cross-attention may have other heads than its layer's own
             heads[site.layer] = max(site.groups, heads.get(site.layer, 0))
@@ -70,49 +77,46 @@ class Kept:
             order, {layer: branches(layouts[layer], count) for layer, count in heads.items()}
         )
 
-    def logits(
-        self,
-        name: str,
-        query: Tensor,
-        key: Tensor,
-        scale: float,
-        visible: Visible,
-        batch: Batch,
-        *,
-        softcap: float | None,
-        bias: Bias | None,
-        cross: bool,
-    ) -> None:
+    @property
+    def logit_sites(self) -> list[str]:
+        """Names of the sites that attention was seen at."""
+        return list(dict.fromkeys(name for name, _ in self._calls))
+
+    def logits(self, name: str, part: HeadsOf | None, call: Logits, batch: Batch) -> None:
         """Add one attention call of the site `name`, a module path and perhaps a remark behind it.
 
         Args:
-            query: (B, H, N, D).
-            key: (B, G, M, D).
-            scale, visible, softcap, bias: as in `measure_logits`.
-            cross: the keys are those of something else, with their own numbers.
+            name: of the site.
+            part: which heads of the site the call computes, or None for all.
+            call: its logits.
+            batch: the sequences.
 
         Raises:
             RecordingError: NaN or infinity among the logits.
         """
         layer = layer_of(name.partition(" ")[0], self._layers)
         assert layer is not None, name
-        query, key = _as_multiplied(query, key)
-        offset = None if cross else batch.key_offset(key.shape[2])
+        query, key = as_multiplied(*call.distinct(1 if part is None else part.step))
+        heads = np.arange(query.shape[1]) if part is None else np.array(part.heads)
+        offset = None if call.cross else batch.key_offset(key.shape[2])
+        place = name, 0 if part is None else part.branch
         with self.lock:
-            site = self.logit_sites.get(name)
+            site = self._calls.get(place)
             if site is None:
-                site = self._site(name, layer, groups=query.shape[1], coordinates=5)
-                self.logit_sites[name] = site
+                site = self._site(name, layer, groups=len(heads), coordinates=5)
+                self._calls[place] = site
+            if part is not None and self._parts.setdefault(place, part) != part:
+                raise RecordingError(f"{name} changes its number of heads between forward passes")
             try:
                 measure_logits(
-                    query, key, scale, visible, site,
-                    lambda place: _locate_logits(place, layer, batch, offset),
-                    softcap=softcap, bias=bias, compiled=self._compiled,
+                    query, key, call.scale, call.visible, site,
+                    lambda place: _locate_logits(place, heads, layer, batch, offset),
+                    softcap=call.softcap, bias=call.bias, compiled=self._compiled,
                 )  # fmt: skip
             except NonFiniteError as error:
                 raise RecordingError(
                     f"NaN or infinity among the attention logits of layer {layer}, "
-                    f"head {error.group} ({name})"
+                    f"head {heads[error.group]} ({name})"
                 ) from None
 
     def hidden(self, name: str, output: Any, batch: Batch) -> None:
@@ -150,15 +154,6 @@ class Kept:
                 ) from None
 
 
-def _as_multiplied(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k in the dtype in which they are multiplied: autocast may round them first."""
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key))
-    return query, key
-
-
 def _first(output: Any) -> Any:
     """The hidden states in a layer's output: a tensor, a tuple that begins with it, a dataclass."""
     if isinstance(output, Tensor):
@@ -170,7 +165,11 @@ def _first(output: Any) -> Any:
 
 
 def _locate_logits(
-    place: NDArray[np.int64], layer: int, batch: Batch, offset: int | None
+    place: NDArray[np.int64],
+    heads: NDArray[np.int64],
+    layer: int,
+    batch: Batch,
+    offset: int | None,
 ) -> NDArray[np.int64]:
     """From (head, batch row, query row, key) to (layer, head, sequence, query, key)."""
     head, b, n, m = place.T
@@ -178,7 +177,7 @@ def _locate_logits(
     return np.stack(
         [
             np.full_like(head, layer),
-            head,
+            heads[head],
             batch.first + b,
             batch.positions[b, batch.past + n],
             keys,

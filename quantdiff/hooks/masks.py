@@ -11,11 +11,21 @@ from torch import Tensor
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.dispatch import AttentionCall
+from quantdiff.hooks.flash import FlashCall
 from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.sdpa import SdpaCall
+from quantdiff.hooks.sequences import Batch
 from quantdiff.statistics import Visible
 
-__all__ = ["Bias", "check_options", "position_bias", "read_heads", "read_mask", "read_sdpa"]
+__all__ = [
+    "Bias",
+    "check_options",
+    "position_bias",
+    "read_flash",
+    "read_heads",
+    "read_mask",
+    "read_sdpa",
+]
 
 Bias = Callable[[int, int], Tensor]
 
@@ -92,6 +102,29 @@ def read_heads(call: HeadsCall) -> tuple[Visible, Bias | None]:
     return _from_rows(mask_rows, batch, rows, keys, device), None
 
 
+def read_flash(call: FlashCall, batch: Batch) -> tuple[Visible, Bias | None]:
+    """The same for a call of flash-attn by the model itself."""
+    b, rows, keys = _sizes(call)
+    device = call.query.device
+    left, right = call.window
+    right = 0 if call.is_causal else right
+    # Packed sequences hold no padding, so that places are counted without it.
+    kept = batch.kept.to(device) if call.packed else torch.ones(b, keys, device=device).bool()
+    place = kept.long().cumsum(1) - 1  # (B, M)
+
+    def mask_rows(first: int, last: int) -> Tensor:
+        here = place[:, None, keys - rows + first : keys - rows + last, None]  # (B, 1, n, 1)
+        there = place[:, None, None, :]
+        seen = kept[:, None, None, :].expand(-1, -1, last - first, -1)
+        if left >= 0:
+            seen = seen & (there >= here - left)
+        if right >= 0:
+            seen = seen & (there <= here + right)
+        return seen
+
+    return _from_rows(mask_rows, b, rows, keys, device), None
+
+
 def position_bias(call: AttentionCall, bias: Bias | None) -> Bias | None:
     """What is added to the logits in all: the mask's bias and a `position_bias` keyword."""
     added = call.options.get("position_bias")
@@ -113,7 +146,7 @@ def _upper_left(batch: int, rows: int, keys: int, device: torch.device) -> Visib
     return visible
 
 
-def _sizes(call: AttentionCall | SdpaCall | HeadsCall) -> tuple[int, int, int]:
+def _sizes(call: AttentionCall | FlashCall | HeadsCall | SdpaCall) -> tuple[int, int, int]:
     return call.query.shape[0], call.query.shape[2], call.key.shape[2]
 
 

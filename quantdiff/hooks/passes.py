@@ -10,6 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.dispatch import AttentionCall
+from quantdiff.hooks.flash import FlashCall
+from quantdiff.hooks.logits import HeadsOf, Logits
 from quantdiff.hooks.masks import Bias
 from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.sdpa import SdpaCall
@@ -37,6 +39,26 @@ class _Identity:
         return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
 
 
+class _Content:
+    """Tells whether another tensor holds the same values, by two sums over all of them.
+
+    For what is copied anew for each call, as flash-attn's packed sequences are.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._told = self._describe(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it does."""
+        return self._told == self._describe(tensor)
+
+    @staticmethod
+    def _describe(tensor: Tensor) -> tuple[Any, ...]:
+        x = tensor.detach().flatten().double()
+        ramp = torch.linspace(1, 2, x.numel(), dtype=x.dtype, device=x.device)
+        return tensor.shape, tensor.dtype, float(x @ ramp), float(x @ x)
+
+
 class Pass:
     """What is known of the forward pass under way in one thread."""
 
@@ -46,15 +68,17 @@ class Pass:
         self.fired: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()  # calls of each attention module
         self.stack: list[str] = []  # modules under way, the innermost last
+        self.lambdas: dict[str, Tensor] = {}  # of the attention module under way, (B, h, N, 1)
+        self.pending: dict[str, list[tuple[str, HeadsOf | None, Logits]]] = {}
         self.masks: dict[Any, tuple[Any, Visible, Bias | None]] = {}
         # Weakly: held, the queries and keys of all layers would outweigh the activations.
-        self._seen: dict[str, tuple[int, list[tuple[_Identity, _Identity]]]] = {}
+        self._seen: dict[str, tuple[int, list[tuple[Any, Any]]]] = {}
 
-    def turn(self, module: str, query: Tensor, key: Tensor) -> int | None:
+    def turn(self, module: str, query: Tensor, key: Tensor, *, copied: bool = False) -> int | None:
         """How many other attentions a module has computed in this call of it.
 
         None if it has attended with the same queries and keys already: differential attention does,
-        once for each half of V.
+        once for each half of V. Where they are `copied` for each call, their values decide.
         """
         call = self.entered[module]
         number, pairs = self._seen.get(module, (call, []))
@@ -63,16 +87,18 @@ class Pass:
         self._seen[module] = (call, pairs)
         if any(q.is_of(query) and k.is_of(key) for q, k in pairs):
             return None
-        pairs.append((_Identity(query), _Identity(key)))
+        kind = _Content if copied else _Identity
+        pairs.append((kind(query), kind(key)))
         return len(pairs) - 1
 
     def forget(self, module: str) -> None:
         """A call of the module is over; even a weak reference to its tensors would hold memory."""
         self._seen.pop(module, None)
+        self.lambdas.pop(module, None)
 
     def visible(
         self,
-        call: AttentionCall | SdpaCall | HeadsCall,
+        call: AttentionCall | FlashCall | HeadsCall | SdpaCall,
         read: Callable[[], tuple[Visible, Bias | None]],
     ) -> tuple[Visible, Bias | None]:
         """Which logits of a call count: its mask, read once for all layers that share it.
@@ -91,9 +117,10 @@ class Pass:
             )
         options = getattr(call, "options", {})
         key = (
-            id(call.mask), getattr(call, "implementation", None), call.query.shape[1],
+            type(call), id(call.mask), getattr(call, "implementation", None), call.query.shape[1],
             call.key.shape[2], options.get("sliding_window"), options.get("is_causal"),
             getattr(getattr(call, "module", call), "is_causal", None),
+            getattr(call, "window", None), getattr(call, "packed", None),
         )  # fmt: skip
         known = self.masks.get(key)
         if known is None:

@@ -10,24 +10,23 @@ from torch import Tensor, nn
 from quantdiff.attention.heads import Heads
 from quantdiff.errors import RecordingError, UsageError
 from quantdiff.hooks import dispatch
+from quantdiff.hooks.bare import BareCalls
 from quantdiff.hooks.check import check_weights
+from quantdiff.hooks.complete import check_complete, site_key
 from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
 from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.kept import Detail, Kept
-from quantdiff.hooks.layers import is_cross, layer_of
-from quantdiff.hooks.masks import (
-    check_options,
-    position_bias,
-    read_heads,
-    read_mask,
-    read_sdpa,
-)
+from quantdiff.hooks.layers import is_cross
+from quantdiff.hooks.logits import HeadsOf, Logits
+from quantdiff.hooks.maps import Lambdas, Maps, Span
+from quantdiff.hooks.masks import check_options, position_bias, read_heads, read_mask
 from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
-from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
 from quantdiff.models import describe
-from quantdiff.statistics.profile import DEFINITIONS, HiddenStates, Profile
+from quantdiff.statistics.activations import HiddenStates
+from quantdiff.statistics.maps import MAP_DEFINITIONS
+from quantdiff.statistics.profile import DEFINITIONS, LAMBDA, Profile
 from quantdiff.versions import versions
 
 __all__ = ["Recorder", "record"]
@@ -47,6 +46,9 @@ class Recorder:
         top_k: int,
         detail: Detail,
         layers: Sequence[str] | None,
+        layout: str | None,
+        maps: bool,
+        spans: Sequence[Span | None],
         compiled: bool,
     ) -> None:
         if detail not in ("extremes", "full"):
@@ -55,21 +57,23 @@ class Recorder:
             raise UsageError(f"top_k is 0 or more, not {top_k}")
         refuse(model)
         self._model = model
-        self._found = Found(model, layers)
+        self._found = Found(model, layers, layout)
         self._detail: Detail = detail
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._wrapped: list[Entrance] = []
         self._poisoned: str | None = None
-        self._cross: set[str] = set()
         self._checked: set[str] = set()
         self._kept = Kept(self._found.layers, top_k=top_k, detail=detail, compiled=compiled)
         self._runs = Runs(
             [name for name, _ in self._found.layers],
-            within=contextlib.nullcontext
-            if self._found.attention
-            else lambda: SdpaMode(self._sdpa),
+            within=contextlib.nullcontext if self._found.attention else self._watching,
             check=self._check_complete,
         )
+        self._lambdas = Lambdas(self._found)
+        if spans and not maps:
+            raise UsageError("spans are measured with maps=True")
+        self._maps = Maps(self._found, spans) if maps else None
+        self._bare = BareCalls(model, self._found, self._runs, self._record)
 
     def __enter__(self) -> Self:
         if any(dispatch.is_hooked(module) for _, module in self._found.attention) or is_entered(
@@ -83,14 +87,18 @@ class Recorder:
             for module in self._found.entrances:
                 self._wrapped.append(Entrance(module, self._runs.around))
             watched = self._found.attention or list(self._model.named_modules())[1:]
+            for name, projection in self._lambdas.modules:
+                hook = self._lambdas.hook(name, self._runs.current)
+                self._handles.append(projection.register_forward_hook(hook))
             for name, module in watched:
                 self._handles += [
                     module.register_forward_pre_hook(self._runs.entering(name)),
+                    module.register_forward_hook(self._maps_hook(name)),
                     module.register_forward_hook(self._runs.leaving(name), always_call=True),
                 ]
             for name, heads in self._found.heads:
-                hook = self._heads_hook(name)
-                self._handles.append(heads.register_forward_pre_hook(hook, with_kwargs=True))
+                before = self._heads_hook(name)
+                self._handles.append(heads.register_forward_pre_hook(before, with_kwargs=True))
             for name, layer in self._found.layers:
                 self._handles.append(layer.register_forward_hook(self._layer_hook(name)))
         except BaseException:
@@ -113,16 +121,19 @@ class Recorder:
             RecordingError: nothing was recorded yet.
         """
         runs = self._runs
+        sites = [name.partition(" ")[0] for name in self._kept.logit_sites]
         with runs.lock, self._kept.lock:
             if self._poisoned is not None:
                 raise RecordingError(f"this recording holds wrong numbers: {self._poisoned}")
             if not runs.sequences.tokens:
                 raise RecordingError("nothing was recorded: the model did not run in the context")
+            layouts = self._found.layouts(sites)
+            kinds = {kind for kind in layouts if kind}
             recorded = Profile(
                 model={
                     **describe(self._model),
-                    "layout": self._found.layout,
-                    "lambda": self._found.lambdas(),
+                    "layout": kinds.pop() if len(kinds) == 1 else "mixed",
+                    "lambda": self._found.lambdas(sites),
                 },
                 data={
                     "source": source,
@@ -130,35 +141,46 @@ class Recorder:
                     "sequences": runs.sequences.sequences,
                     "sequence_length": runs.sequences.longest,
                 },
-                definition=dict(DEFINITIONS),
+                definition=self._definitions(),
                 detail=self._detail,
                 partial=partial or runs.interrupted or runs.open > 0,
                 versions=versions(),
-                attention_logits=self._kept.attention_logits(self._found.layouts),
+                attention_logits=self._kept.attention_logits(layouts),
                 hidden_states=HiddenStates(list(self._kept.hidden_sites.values())),
+                lambdas=self._lambdas.sites(),
+                maps=None if self._maps is None else self._maps.sites(),
             )
             return recorded.copy()
 
+    def _definitions(self) -> dict[str, str]:
+        """What is counted, in words."""
+        more = {"lambda": LAMBDA} if self._lambdas.sites() else {}
+        if self._maps is not None:
+            more |= {f"maps.{name}": words for name, words in MAP_DEFINITIONS.items()}
+        return DEFINITIONS | more
+
     def _check_complete(self, now: Pass) -> None:
-        # A decoder half stands without its encoder: its cross-attention may stay silent.
-        attention = [name for name, _ in self._found.attention if not is_cross(name)]
-        attention += [f"{name} (heads)" for name, _ in self._found.heads]
-        expected = attention + [name for name, _ in self._found.layers]
-        silent = [name for name in expected if not now.fired[name]]
-        if silent:
-            raise RecordingError(
-                f"{len(silent)} hooks never fired in a forward pass, the first at {silent[0]}; "
-                "the recording would lack these layers"
-            )
-        found = self._found.attention or self._found.heads
-        if not found and not any(now.fired[name] for name in self._kept.logit_sites):
-            raise RecordingError(
-                f"no attention was seen in {type(self._model).__name__}: it calls neither "
-                "transformers' attention dispatch nor scaled_dot_product_attention; a transformers "
-                "model may do so when it is loaded with attention='sdpa'"
-            )
+        check_complete(now, self._model, self._found, self._kept.logit_sites)
+
+    def _watching(self) -> contextlib.AbstractContextManager[None]:
+        return self._bare.watching()
 
     # The hooks
+
+    def _record(self, now: Pass, name: str, part: HeadsOf | None, call: Logits) -> None:
+        """Keep what one attention call of a site shows, once."""
+        now.fired[site_key(name, None if part is None else part.branch)] += 1
+        self._kept.logits(name, part, call, now.batch)
+        if self._maps is not None:
+            module = name.partition(" ")[0]
+            now.pending.setdefault(module, []).append((name, part, call))
+
+    def _maps_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._maps is not None and not in_backward():
+                self._maps.finish(name, self._runs.current(name))
+
+        return hook
 
     def attention(self, call: dispatch.AttentionCall) -> None:
         """Record one attention call; called by the dispatch hook."""
@@ -166,11 +188,12 @@ class Recorder:
             return
         name = self._found.names[call.module]
         now = self._runs.current(name)
-        now.fired[name] += 1
+        now.fired[name] += 1  # also of a call that was seen already
         turn = now.turn(name, call.query, call.key)
         if turn is None:
             return
-        if turn:
+        part = self._found.part(name, turn, call.query)
+        if turn and part is None:
             raise RecordingError(
                 f"{name} attends more than once in one call, with other queries or keys; quantdiff "
                 "does not know what that means"
@@ -182,9 +205,12 @@ class Recorder:
         scale = call.query.shape[-1] ** -0.5 if scale is None else scale
         softcap = call.options.get("softcap")
         site = f"{name} (cross-attention)" if is_cross(name) else name
-        self._kept.logits(
-            site, call.query, call.key, float(scale), visible, now.batch,
-            softcap=softcap, bias=bias, cross=is_cross(name),
+        self._record(
+            now, site, part,
+            Logits(
+                call.query, call.key, float(scale), visible, softcap, bias, is_cross(name),
+                call.options.get("s_aux"),
+            ),
         )  # fmt: skip
         call.recorded = (float(scale), visible, softcap, bias)
 
@@ -208,42 +234,6 @@ class Recorder:
         if told:
             self._checked.add(name)
 
-    def _sdpa(self, call: SdpaCall) -> None:
-        """Record one scaled_dot_product_attention call of the module under way."""
-        if in_backward():
-            return
-        now = self._runs.current("scaled_dot_product_attention")
-        if now.stack and now.stack[-1] in self._found.inside:
-            return  # of a backend of our own, whose heads were seen as a whole
-        module = now.stack[-1] if now.stack else type(self._model).__name__
-        if layer_of(module, self._found.layers) is None:
-            raise RecordingError(
-                f"{module} attends outside of the layers {self._found.layers[0][0]} … "
-                f"{self._found.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
-            )
-        queries, keys = call.query.shape[2], call.key.shape[2]
-        turn = now.turn(module, *call.tensors)
-        if turn is None:
-            return
-        # A further attention in one call of the module, for example of a differential pair.
-        name = f"{module} #{turn}" if turn else module
-        if is_cross(module) or keys < queries:
-            self._cross.add(name)
-        elif keys > queries and not call.is_causal and name not in self._cross:
-            raise RecordingError(
-                f"{module} attends from {queries} queries to {keys} keys: a cache of its own, or "
-                "cross-attention, which a module says by 'cross' in its name; neither can be told"
-            )
-        cross = name in self._cross
-        name = f"{name} (cross-attention)" if cross else name
-        now.fired[name] += 1
-        visible, bias = now.visible(call, lambda: read_sdpa(call))
-        scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        self._kept.logits(
-            name, call.query, call.key, float(scale), visible, now.batch, softcap=None, bias=bias,
-            cross=cross,
-        )  # fmt: skip
-
     def _heads_hook(self, name: str) -> Callable[..., None]:
         def hook(module: Heads, args: Any, kwargs: Any) -> None:
             if in_backward():
@@ -258,10 +248,7 @@ class Recorder:
                     "tokens; a cache is to reach the model's forward as a transformers Cache"
                 )
             visible, _ = now.visible(call, lambda: read_heads(call))
-            self._kept.logits(
-                name, call.query, call.key, module.scale, visible, now.batch, softcap=None,
-                bias=None, cross=False,
-            )  # fmt: skip
+            self._record(now, name, None, Logits(call.query, call.key, module.scale, visible))
 
         return hook
 
@@ -291,6 +278,9 @@ def record(
     top_k: int = 100,
     detail: Detail = "full",
     layers: Sequence[str] | None = None,
+    layout: str | None = None,
+    maps: bool = False,
+    spans: Sequence[Span | None] = (),
     compiled: bool = True,
 ) -> Recorder:
     """Record a model's attention logits and hidden states within a `with` block.
@@ -298,20 +288,31 @@ def record(
     Args:
         model: a transformers model whose attention goes through the attention dispatch (eager,
             sdpa, flex_attention or flash_attention_2/3/4), or any module that calls
-            `torch.nn.functional.scaled_dot_product_attention` or holds modules of
+            `torch.nn.functional.scaled_dot_product_attention` or flash-attn 2, or holds modules of
             `quantdiff.attention`.
         top_k: how many of the largest magnitudes are kept with their coordinates.
         detail: `full`, or `extremes` for counts, maxima and minima alone, which is faster.
         layers: names of the modules whose outputs are the hidden states, in order; found by
             themselves where a list of like blocks holds the attention.
+        layout: head layout of the model's attention, for one that quantdiff does not know: `none`,
+            `halves` or `adjacent_shared`, whose maps come from one attention call over all heads,
+            or `adjacent` or `grouped:R`, whose map 1 and map 2 are two calls, in this order.
+        maps: measure the attention maps too (`MAP_DEFINITIONS` says what), which takes several
+            times as long as the logits; no n×n tensor is held.
+        spans: with `maps`, the answer's place in each sequence, by the sequence's number: its first
+            token and the one behind its last, among the real tokens, or None. The mass on it is
+            taken at the last token of each forward pass.
         compiled: False records in plain torch even where the compiled kernels were built.
 
     Returns:
         A context; its `profile()` gives what was recorded.
 
     Raises:
-        UsageError: `detail`, `top_k` or a name of `layers` that is not known.
+        UsageError: `detail`, `top_k`, `layout` or a name of `layers` that is not known.
         RecordingError: the model, or in a forward pass something it does, cannot be recorded
             rightly.
     """
-    return Recorder(model, top_k=top_k, detail=detail, layers=layers, compiled=compiled)
+    return Recorder(
+        model, top_k=top_k, detail=detail, layers=layers, layout=layout, maps=maps, spans=spans,
+        compiled=compiled,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What can be opened: loading by name, and what a loaded model says about itself.
+"""What can be opened: loading by name, what a loaded model says about itself, conversion.
 
 The names are fetched on first use, so that importing this package does not import transformers.
 """
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from quantdiff.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from quantdiff.models.conversion import convert_state
+    from quantdiff.models.converting import convert_folder
     from quantdiff.models.description import context_length, describe, vocabulary_size
     from quantdiff.models.diff_v2 import DiffV2Config, DiffV2ForCausalLM
     from quantdiff.models.loading import load
@@ -17,6 +19,8 @@ __all__ = [
     "DiffV2Config",
     "DiffV2ForCausalLM",
     "context_length",
+    "convert_folder",
+    "convert_state",
     "describe",
     "known_names",
     "load",
@@ -28,6 +32,8 @@ _HOMES = {
     "DiffV2Config": "diff_v2",
     "DiffV2ForCausalLM": "diff_v2",
     "context_length": "description",
+    "convert_folder": "converting",
+    "convert_state": "conversion",
     "describe": "description",
     "known_names": "sources",
     "load": "loading",

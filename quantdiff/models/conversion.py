@@ -19,12 +19,23 @@ from torch import Tensor
 from quantdiff.attention.layouts import LAYOUTS, layout
 from quantdiff.errors import UsageError
 
-__all__ = ["CONVERSIONS", "Conversion", "attention_prefixes", "convert_state"]
+__all__ = [
+    "CONVERSIONS",
+    "VECTORS",
+    "Conversion",
+    "Heads",
+    "attention_heads",
+    "attention_prefixes",
+    "convert_state",
+    "find_conversion",
+]
 
 State = dict[str, Tensor]
 
+VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")  # of V1's λ
 _QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+# Old checkpoints carry the frequencies of the rotary embedding, which are no parameters.
+_BUFFER = ".inv_freq"
 
 
 @dataclass(frozen=True)
@@ -97,10 +108,8 @@ def _move(state: State, heads: Heads, *, to: str, order: Callable[[int], list[in
         ("k_proj", heads.kv, channels),
         ("v_proj", heads.kv, None),
     ):
-        for kind in ("weight", "bias"):
-            key = f"{name}.{kind}"
-            if key in state:
-                moved[key] = _rows(state[key], count, order(count), turn)
+        key = f"{name}.weight"
+        moved[key] = _rows(state[key], count, order(count), turn)
     return moved
 
 
@@ -120,8 +129,15 @@ def _v2_heads(state: State) -> Heads:
 def _v1_to_diffllama(state: State, heads: Heads) -> State:
     moved = _move(state, heads, to="half", order=_first_then_second)
     weight, norm = moved.pop("out_proj.weight"), moved.pop("subln.weight")
-    # Each head's output of 2d channels is scaled just before the projection.
-    moved["o_proj.weight"] = weight * norm.to(weight.dtype).repeat(heads.query // 2)
+    # Each head's output of 2d channels is scaled just before the projection. In fp64, where the
+    # product of any two narrower floats is exact, so that it is rounded once.
+    folded = weight.double() * norm.double().repeat(heads.query // 2)
+    moved["o_proj.weight"] = folded.to(weight.dtype)
+    if weight.isfinite().all() and not moved["o_proj.weight"].isfinite().all():
+        raise UsageError(
+            f"out_proj.weight times subln.weight goes beyond the range of {weight.dtype}: convert "
+            "the weights to float32 or bfloat16 first"
+        )
     return moved
 
 
@@ -144,11 +160,11 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
     for c in (
         Conversion(
             "official-v1", "diffllama", "subln.weight",
-            (*_QKV, "out_proj.weight", *_VECTORS), _v1_heads, _v1_to_diffllama,
+            (*_QKV, "out_proj.weight", *VECTORS), _v1_heads, _v1_to_diffllama,
             lossy="the weight of the sub-layer norm was folded into the output projection",
         ),
         Conversion(
-            "diffllama", "official-v1", "lambda_q1", (*_QKV, "o_proj.weight", *_VECTORS),
+            "diffllama", "official-v1", "lambda_q1", (*_QKV, "o_proj.weight", *VECTORS),
             _v1_heads, _diffllama_to_v1,
         ),
         Conversion(
@@ -168,6 +184,58 @@ def attention_prefixes(state: Mapping[str, Any], marker: str) -> list[str]:
     return [name.removesuffix(marker) for name in state if name.endswith(marker)]
 
 
+def find_conversion(source: str, target: str) -> Conversion:
+    """The conversion between two kinds of weights.
+
+    Raises:
+        UsageError: there is none.
+    """
+    conversion = CONVERSIONS.get((source, target))
+    if conversion is None:
+        known = "; ".join(f"{a} to {b}" for a, b in CONVERSIONS)
+        raise UsageError(f"no conversion from {source!r} to {target!r} is known; known: {known}")
+    return conversion
+
+
+def attention_heads(state: Mapping[str, Tensor], conversion: Conversion) -> dict[str, Heads]:
+    """The attention modules in a state dict of the conversion's source.
+
+    Returns:
+        What their parameters' names begin with → their head counts, read from the shapes.
+
+    Raises:
+        UsageError: there is none, one lacks a parameter or has another one, or shapes do not
+            belong together.
+    """
+    prefixes = attention_prefixes(state, conversion.marker)
+    if not prefixes:
+        raise UsageError(
+            f"there is no {conversion.marker} among the weights: they hold no attention of the "
+            f"kind {conversion.source}"
+        )
+    found = {}
+    for prefix in prefixes:
+        own = _own(state, prefix)
+        for name in conversion.names:
+            if name not in own:
+                raise UsageError(f"{prefix}{name} is missing among the weights")
+        for name in own:
+            if name not in (conversion.marker, *conversion.names) and not name.endswith(_BUFFER):
+                raise UsageError(
+                    f"{prefix}{name} is no parameter that {conversion.source} and "
+                    f"{conversion.target} share, so these weights cannot be converted"
+                )
+        heads = conversion.heads(own)
+        _check(own, heads, prefix)
+        try:
+            kind = "adjacent_shared" if "v2" in conversion.source else "adjacent"
+            layout(kind).check(heads.query, heads.kv)
+        except ValueError as error:
+            raise UsageError(f"{prefix.rstrip('.') or conversion.source}: {error}") from None
+        found[prefix] = heads
+    return found
+
+
 def convert_state(state: Mapping[str, Tensor], source: str, target: str) -> State:
     """Convert the attention modules in a state dict; everything else stays as it is.
 
@@ -176,43 +244,29 @@ def convert_state(state: Mapping[str, Tensor], source: str, target: str) -> Stat
         source, target: `official-v1` and `diffllama`, or `official-v2` and `diff_v2`.
 
     Returns:
-        Tensors of the same dtypes; permutations are exact.
+        Tensors of the same dtypes; permutations are exact, a folded norm is rounded once.
 
     Raises:
-        UsageError: an unknown pair, no attention module of the source's kind, or head counts that
-            do not fit its layout.
+        UsageError: an unknown pair, no attention module of the source's kind, parameters that one
+            of the kinds lacks (official modules have no biases), or head counts that do not fit
+            the layout.
     """
-    conversion = CONVERSIONS.get((source, target))
-    if conversion is None:
-        known = "; ".join(f"{a} to {b}" for a, b in CONVERSIONS)
-        raise UsageError(f"no conversion from {source!r} to {target!r} is known; known: {known}")
-    prefixes = attention_prefixes(state, conversion.marker)
-    if not prefixes:
-        raise UsageError(
-            f"there is no {conversion.marker} among the weights: they hold no attention of the "
-            f"kind {source}"
-        )
+    conversion = find_conversion(source, target)
+    modules = attention_heads(state, conversion)
     converted = {
-        name: value for name, value in state.items() if not name.startswith(tuple(prefixes))
+        name: value for name, value in state.items() if not name.startswith(tuple(modules))
     }
-    for prefix in prefixes:
-        own = {
-            name.removeprefix(prefix): value
-            for name, value in state.items()
-            if name.startswith(prefix)
-        }
-        for name in conversion.names:
-            if name not in own:
-                raise UsageError(f"{prefix}{name} is missing among the weights")
-        heads = conversion.heads(own)
-        _check(own, heads, prefix)
-        try:
-            layout("adjacent_shared" if "v2" in source else "adjacent").check(heads.query, heads.kv)
-        except ValueError as error:
-            raise UsageError(f"{prefix.rstrip('.') or source}: {error}") from None
-        new = conversion.attention(own, heads)
+    for prefix, heads in modules.items():
+        new = conversion.attention(_own(state, prefix), heads)
         converted |= {prefix + name: value for name, value in new.items()}
     return converted
+
+
+def _own(state: Mapping[str, Tensor], prefix: str) -> State:
+    """The parameters of one module."""
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
 
 
 def _check(state: State, heads: Heads, prefix: str) -> None:
@@ -223,7 +277,7 @@ def _check(state: State, heads: Heads, prefix: str) -> None:
         "k_proj.weight": (heads.kv * width, None),
         "v_proj.weight": (heads.kv * width, None),
         "subln.weight": (2 * width,),
-        **dict.fromkeys(_VECTORS, (width,)),
+        **dict.fromkeys(VECTORS, (width,)),
     }
     left = heads.query // 2 * (1 if "lambda_proj.weight" in state else 2) * width
     shapes |= dict.fromkeys(("out_proj.weight", "o_proj.weight"), (None, left))

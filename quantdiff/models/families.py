@@ -1,36 +1,149 @@
-"""Which head layout a model family has, and where its λ is."""
+"""Which head layout a model's attention has, and where its λ is.
+
+Attention is known by the class of its module or by the model's family. What is not known has
+standard heads; `calls_itself_differential` says where it speaks of itself otherwise.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from quantdiff.attention.layouts import layout
 from quantdiff.attention.reference import lambda_v1
 
-__all__ = ["FAMILIES", "lambda_of", "layout_of"]
-
-# By config.model_type; every family that is not named has standard heads.
-FAMILIES: dict[str, str] = {"diff_v2": "adjacent_shared", "diffllama": "halves"}
+__all__ = [
+    "FAMILIES",
+    "MODULES",
+    "STANDARD",
+    "Family",
+    "calls_itself_differential",
+    "family_of",
+    "given_family",
+    "lambda_of",
+    "lambda_projection",
+]
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
-def layout_of(model: nn.Module) -> str:
-    """Head layout of a model, by its family."""
-    return FAMILIES.get(str(getattr(getattr(model, "config", None), "model_type", "")), "none")
+@dataclass(frozen=True)
+class Family:
+    """How a kind of attention computes its maps.
+
+    Attributes:
+        layout: name of the head layout, or a function that reads it from a module or a config.
+        apart: map 1 and map 2 are attention calls of their own, in this order; else one call
+            computes all heads, in the order of their projection.
+    """
+
+    layout: str | Callable[[Any], str]
+    apart: bool = False
+
+    def at(self, source: Any) -> "Family":
+        """The same with the layout that `source`, a module or a config, has."""
+        return self if isinstance(self.layout, str) else Family(self.layout(source), self.apart)
+
+
+STANDARD = Family("none")
+
+
+def _motif(config: Any) -> str:
+    """Motif-2.6B pairs neighbours; Motif-2-12.7B has noise heads, each behind its signal heads."""
+    noise = getattr(config, "num_noise_heads", None)
+    if not noise:
+        return "adjacent"
+    return f"grouped:{(config.num_attention_heads - noise) // noise}"
+
+
+def _official_v2(module: Any) -> str:
+    """The official V2 module is the baseline too, by a flag."""
+    return "adjacent_shared" if getattr(module, "use_diff_v2", True) else "none"
+
+
+# By config.model_type in lower case.
+FAMILIES: dict[str, Family] = {
+    "diff_v2": Family("adjacent_shared"),
+    "diffllama": Family("halves"),
+    "motif": Family(_motif, apart=True),
+    "phi4flash": Family("adjacent", apart=True),
+}
+
+# By the class of the attention module: timm's, and the official ones (microsoft/unilm).
+MODULES: dict[str, Family] = {
+    "DiffAttention": Family("adjacent", apart=True),
+    "DiffParallelScalingBlock": Family("adjacent", apart=True),
+    "MultiheadFlashDiff1": Family("adjacent", apart=True),
+    "MultiheadFlashDiff2": Family("adjacent", apart=True),
+    "MultiheadFlashDiffV2": Family(_official_v2),
+}
+
+
+def family_of(model: nn.Module, module: nn.Module) -> Family | None:
+    """The kind of attention that a module of a model computes; None if it is not known."""
+    known = MODULES.get(type(module).__name__)
+    if known is not None:
+        return known.at(module)
+    config = getattr(model, "config", None)
+    known = FAMILIES.get(str(getattr(config, "model_type", "")).lower())
+    return None if known is None else known.at(config)
+
+
+def given_family(name: str) -> Family:
+    """The kind of attention of a layout that the user names.
+
+    `adjacent` and `grouped:R` are two calls, as in all code that is known; the others are one.
+
+    Raises:
+        ValueError: no such layout.
+    """
+    heads = layout(name)
+    return Family(name, apart=heads.differential and heads.own_keys and name != "halves")
+
+
+_DIFFERENTIAL = re.compile(r"differential|diff_?(att|former|transformer|head|llama|v\d)", re.I)
+
+
+def calls_itself_differential(model: nn.Module, module: nn.Module) -> bool:
+    """Whether names or parameters of an attention module say that it is differential."""
+    names = (
+        type(module).__name__,
+        type(model).__name__,
+        str(getattr(getattr(model, "config", None), "model_type", "")),
+    )
+    return (
+        any(_DIFFERENTIAL.search(name) for name in names)
+        or isinstance(getattr(module, VECTORS[0], None), torch.Tensor)
+        or lambda_projection(module) is not None
+    )
 
 
 def lambda_of(attention: nn.Module) -> float | None:
     """λ of an attention module where it is one number, as in V1; None where it has none.
 
     Read from V1's four vectors, which have the same names in the official code, in DiffLlama, in
-    Motif's models and in quantdiff's modules. V2's λ depends on the token.
+    Motif's, Phi-4's and timm's models and in quantdiff's modules, or from timm's two scalars. V2's
+    λ depends on the token.
     """
-    vectors = [
-        vector.detach().float()
-        for name in VECTORS
-        if isinstance(vector := getattr(attention, name, None), torch.Tensor) and vector.dim() == 1
-    ]
     init = getattr(attention, "lambda_init", None)
-    if init is None or len(vectors) < len(VECTORS):
+    if init is None:
         return None
-    q1, k1, q2, k2 = vectors
-    return float(lambda_v1(q1, k1, q2, k2, float(init)))
+    found = [getattr(attention, name, None) for name in VECTORS]
+    vectors = [v.detach().float() for v in found if isinstance(v, torch.Tensor) and v.dim() == 1]
+    if len(vectors) == len(VECTORS):
+        q1, k1, q2, k2 = vectors
+        return float(lambda_v1(q1, k1, q2, k2, float(init)))
+    pair = [getattr(attention, name, None) for name in ("lambda_a", "lambda_b")]
+    scalars = [s.detach().float() for s in pair if isinstance(s, torch.Tensor) and s.dim() == 0]
+    if len(scalars) == len(pair):
+        return float(torch.exp(scalars[0]) - torch.exp(scalars[1]) + float(init))
+    return None
+
+
+def lambda_projection(attention: nn.Module) -> nn.Module | None:
+    """The projection whose sigmoid is V2's λ for each token and pair, if there is one."""
+    found = getattr(attention, "lambda_proj", None)
+    return found if isinstance(found, nn.Module) else None

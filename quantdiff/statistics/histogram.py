@@ -74,6 +74,13 @@ class Histogram:
         self.zeros += other.zeros
         self.add(other.counts, other.first)
 
+    def spread(self, groups: NDArray[np.int64], total: int) -> "Histogram":
+        """The same counts as the given groups of a larger histogram; the others hold nothing."""
+        counts = lasting_zeros((total, *self.counts.shape[1:]), np.int64)
+        zeros = lasting_zeros((total,), np.int64)
+        counts[groups], zeros[groups] = self.counts, self.zeros
+        return Histogram(counts, self.first, zeros)
+
     def total(self) -> "Histogram":
         """All groups as one, G = 1."""
         return Histogram(

@@ -90,6 +90,13 @@ class Moments:
         self.mean[:] = np.where(na > 0, self.mean + share * nb, other.mean)
         self.count += other.count
 
+    def spread(self, groups: NDArray[np.int64], total: int) -> "Moments":
+        """The same moments as the given groups of a larger set; the others hold nothing."""
+        result = Moments.empty(total)
+        for mine, theirs in zip(result.arrays(), self.arrays(), strict=True):
+            mine[groups] = theirs
+        return result
+
     def total(self) -> "Moments":
         """All groups as one, G = 1."""
         result = Moments.empty(1)

@@ -3,32 +3,20 @@
 import copy
 import hashlib
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from quantdiff.errors import UsageError
-from quantdiff.statistics.histogram import Histogram
-from quantdiff.statistics.moments import Moments
+from quantdiff.statistics.activations import RANKS, AttentionLogits, HiddenStates
+from quantdiff.statistics.map_statistics import MapStatistics
 from quantdiff.statistics.site import SiteStatistics
-from quantdiff.statistics.top import Top
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "DEFINITIONS",
-    "RANKS",
-    "Activations",
-    "AttentionLogits",
-    "HiddenState",
-    "HiddenStates",
-    "Logit",
-    "Profile",
-]
-
-RANKS = (1, 2, 3, 10, 100)
+__all__ = ["DEFINITIONS", "LAMBDA", "Profile"]
 
 DEFINITIONS = {
     "attention_logits": (
@@ -45,140 +33,7 @@ DEFINITIONS = {
     ),
 }
 
-
-@dataclass(frozen=True)
-class Logit:
-    """A large attention logit: its magnitude and where it stands, all counted from 0."""
-
-    value: float
-    layer: int
-    head: int
-    branch: int | None
-    sequence: int
-    query: int
-    key: int
-
-
-@dataclass(frozen=True)
-class HiddenState:
-    """A large element of the residual stream: its magnitude and where it stands, from 0."""
-
-    value: float
-    layer: int
-    sequence: int
-    token: int
-    channel: int
-
-
-@dataclass(eq=False)
-class Activations:
-    """One kind of activation over all layers.
-
-    Attributes:
-        sites: one a layer, in order.
-    """
-
-    sites: list[SiteStatistics]
-    _histogram: Histogram | None = field(default=None, init=False, repr=False)
-
-    @property
-    def count(self) -> int:
-        """Number of values seen."""
-        return int(sum(site.count.sum() for site in self.sites))
-
-    @property
-    def absmax(self) -> float:
-        """Largest magnitude; NaN if nothing was seen."""
-        return max((float(site.absmax.max()) for site in self.sites), default=float("nan"))
-
-    @property
-    def largest(self) -> Top:
-        """The largest magnitudes of all sites with their coordinates."""
-        tops = [site.top for site in self.sites]
-        merged = Top(tops[0].rank, tops[0].coordinates.shape[1])
-        for top in tops:
-            merged.offer(top.values, top.coordinates)
-        return merged
-
-    @property
-    def histogram(self) -> Histogram | None:
-        """All values of all sites, one group; None where only extremes were recorded."""
-        if self._histogram is None:
-            parts = [site.histogram for site in self.sites]
-            total = Histogram.empty(1)
-            for part in parts:
-                if part is None:
-                    return None
-                total.merge(part.total())
-            self._histogram = total
-        return self._histogram
-
-    @property
-    def moments(self) -> Moments | None:
-        """Moments of all values, one group; None where only extremes were recorded."""
-        total = Moments.empty(1)
-        for site in self.sites:
-            if site.moments is None:
-                return None
-            total.merge(site.moments.total())
-        return total
-
-    @property
-    def median(self) -> float | None:
-        """Median magnitude to 0.5 %; None where only extremes were recorded."""
-        return self.percentile(50)
-
-    def percentile(self, percent: float) -> float | None:
-        """Magnitude below which `percent` per cent of the magnitudes lie, to 0.5 %."""
-        histogram = self.histogram
-        if histogram is None:
-            return None
-        if percent == 100:
-            return self.absmax
-        return float(histogram.percentile(percent)[0])
-
-    def rank(self, n: int) -> float | None:
-        """The n-th largest magnitude; None if fewer were kept."""
-        values = self.largest.values
-        return float(values[n - 1]) if 0 < n <= len(values) else None
-
-
-class AttentionLogits(Activations):
-    """The attention logits of all layers; a site's groups are its query heads."""
-
-    def __init__(
-        self, sites: list[SiteStatistics], branches: Mapping[int, Sequence[int | None]]
-    ) -> None:
-        super().__init__(sites)
-        self.branches = {layer: list(heads) for layer, heads in branches.items()}
-
-    def top(self, n: int) -> list[Logit]:
-        """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
-        return self.items(self.largest)[:n]
-
-    def items(self, top: Top) -> list[Logit]:
-        """The entries of a site's or of all sites' largest magnitudes."""
-        return [
-            Logit(float(value), layer, head, self.branches[layer][head], sequence, query, key)
-            for value, (layer, head, sequence, query, key) in zip(
-                top.values, top.coordinates.tolist(), strict=True
-            )
-        ]
-
-
-class HiddenStates(Activations):
-    """The residual stream after every decoder layer; a site has one group."""
-
-    def top(self, n: int) -> list[HiddenState]:
-        """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
-        return self.items(self.largest)[:n]
-
-    def items(self, top: Top) -> list[HiddenState]:
-        """The entries of a site's or of all sites' largest magnitudes."""
-        return [
-            HiddenState(float(value), *place)
-            for value, place in zip(top.values, top.coordinates.tolist(), strict=True)
-        ]
+LAMBDA = "λ = sigmoid(W·x) of every real token and pair of heads, as the model computes it"
 
 
 @dataclass(eq=False)
@@ -194,6 +49,9 @@ class Profile:
         attention_logits, hidden_states: the statistics.
         versions: of the libraries that the numbers depend on.
         command: the command line that made it, if one did.
+        lambdas: where λ is one number a token and pair, as in DIFF V2: its distribution, one site a
+            layer whose groups are the pairs; elsewhere empty.
+        maps: measures of the attention maps, by layer and kind; None where they were not asked for.
     """
 
     model: dict[str, Any]
@@ -205,6 +63,8 @@ class Profile:
     partial: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
+    lambdas: list[SiteStatistics] = field(default_factory=list)
+    maps: list[MapStatistics] | None = None
 
     def copy(self) -> Self:
         """An independent copy."""
@@ -236,6 +96,11 @@ class Profile:
                 further.top.coordinates[:, column] += shift
                 site.merge(further)
             ours._histogram = None
+        for mine_of, more in (
+            (result.lambdas, added.lambdas), (result.maps or [], added.maps or []),
+        ):  # fmt: skip
+            for kept, further in zip(mine_of, more, strict=True):
+                kept.merge(further)
         for name in ("tokens", "sequences"):
             result.data[name] = self.data[name] + other.data[name]
         result.data["sequence_length"] = max(
@@ -249,6 +114,22 @@ class Profile:
         import pandas as pd  # 45 MB that a recording need not hold
 
         return pd.DataFrame(list(self._rows()))
+
+    def maps_frame(self) -> "pd.DataFrame":
+        """One row a layer, kind of map and head, with the measures of `MAP_DEFINITIONS`.
+
+        Raises:
+            UsageError: the maps were not measured.
+        """
+        import pandas as pd
+
+        if self.maps is None:
+            raise UsageError("this profile has no maps; record(model, maps=True) measures them")
+        return pd.DataFrame([
+            {"name": site.name, "layer": site.layer, "kind": site.kind, **row}
+            for site in self.maps
+            for row in site.rows()
+        ])  # fmt: skip
 
     def summary(self) -> "pd.DataFrame":
         """The paper's Table 5: top-1, 2, 3, 10, 100 and median, one row an activation."""
@@ -339,8 +220,7 @@ def _join_provenance(result: Profile, other: Profile) -> None:
 
 
 def _shape(profile: Profile) -> list[tuple[str, int, int]]:
-    return [
-        (site.name, site.groups, site.top.rank)
-        for _, part in profile._parts()
-        for site in part.sites
+    sites = [site for _, part in profile._parts() for site in part.sites]
+    return [(site.name, site.groups, site.top.rank) for site in [*sites, *profile.lambdas]] + [
+        (f"{site.name} {site.kind}", len(site.heads), 0) for site in profile.maps or []
     ]

@@ -1,6 +1,6 @@
 """What is kept of one site: exact extremes and moments per group, and the histogram."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -12,7 +12,7 @@ from quantdiff.statistics.lasting import lasting_zeros
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.top import Top
 
-__all__ = ["SiteStatistics"]
+__all__ = ["SiteStatistics", "of_groups"]
 
 
 @dataclass(eq=False)
@@ -103,6 +103,31 @@ class SiteStatistics:
         if self.histogram is not None and other.histogram is not None:
             self.histogram.merge(other.histogram)
 
+    def spread(self, groups: Sequence[int], total: int) -> "SiteStatistics":
+        """The same statistics as some of the groups of a larger site; the others hold nothing.
+
+        Args:
+            groups: where each group goes, G different indices; the coordinates of `top` are told by
+                whoever offers them.
+            total: number of groups of the larger site.
+        """
+        rank, coordinates = self.top.rank, self.top.coordinates.shape[1]
+        whole = SiteStatistics.empty(
+            self.name, self.layer, total, full=self.moments is not None, rank=rank,
+            coordinates=coordinates,
+        )  # fmt: skip
+        at = np.asarray(groups)
+        whole.count[at], whole.min[at], whole.max[at] = self.count, self.min, self.max
+        whole.top.offer(self.top.values, self.top.coordinates)
+        if self.uncapped is not None:
+            whole.uncapped = np.zeros(total, np.float32)
+            whole.uncapped[at] = self.uncapped
+        if self.moments is not None and whole.moments is not None:
+            whole.moments = self.moments.spread(at, total)
+        if self.histogram is not None and whole.histogram is not None:
+            whole.histogram = self.histogram.spread(at, total)
+        return whole
+
     def rows(self) -> Iterator[dict[str, float | int | None]]:
         """One dictionary a group: absmax, min, max, mean, std, kurtosis (None where not known).
 
@@ -125,3 +150,22 @@ class SiteStatistics:
             if self.uncapped is not None:
                 row["uncapped_absmax"] = float(self.uncapped[g])
             yield row
+
+
+def of_groups(name: str, layer: int, values: NDArray[np.float32]) -> SiteStatistics:
+    """Statistics of a few values that are all there, without places.
+
+    Args:
+        name, layer: as in `SiteStatistics`.
+        values: (G, n) fp32, finite, n > 0.
+    """
+    groups, n = values.shape
+    site = SiteStatistics.empty(name, layer, groups, full=True, rank=0, coordinates=0)
+    site.count[:] = n
+    site.min[:], site.max[:] = values.min(1), values.max(1)
+    x = values.astype(np.float64)
+    mean = x.mean(1)
+    powers = [((x - mean[:, None]) ** p).sum(1) for p in (2, 3, 4)]
+    site.moments = Moments(site.count.copy(), mean, *powers)
+    site.histogram = Histogram.of(values)
+    return site

@@ -12,15 +12,16 @@ from safetensors.numpy import save as save_tensors
 
 from quantdiff.errors import UsageError
 from quantdiff.files import write_bytes, write_json
-from quantdiff.statistics.histogram import BINS_AN_OCTAVE, Histogram
-from quantdiff.statistics.moments import Moments
-from quantdiff.statistics.profile import (
+from quantdiff.statistics.activations import (
     RANKS,
     Activations,
     AttentionLogits,
     HiddenStates,
-    Profile,
 )
+from quantdiff.statistics.histogram import BINS_AN_OCTAVE, Histogram
+from quantdiff.statistics.map_statistics import MapStatistics
+from quantdiff.statistics.moments import Moments
+from quantdiff.statistics.profile import Profile
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.top import Top
 
@@ -40,7 +41,11 @@ def save_profile(profile: Profile, folder: Path) -> None:
     (folder / "profile.json").unlink(missing_ok=True)
     arrays: Arrays = {}
     for kind, part in profile._parts():
-        arrays |= {f"{kind}.{name}": array for name, array in _to_arrays(part).items()}
+        arrays |= {f"{kind}.{name}": array for name, array in _to_arrays(part.sites).items()}
+    if profile.lambdas:
+        arrays |= {f"lambda.{n}": array for n, array in _to_arrays(profile.lambdas).items()}
+    for i, site in enumerate(profile.maps or []):
+        arrays |= {f"maps.{i}.{name}": array for name, array in site.to_arrays().items()}
     write_bytes(folder / "profile.safetensors", save_tensors(arrays))
     write_json(folder / "profile.json", to_json(profile))
 
@@ -48,7 +53,7 @@ def save_profile(profile: Profile, folder: Path) -> None:
 def to_json(profile: Profile) -> dict[str, Any]:
     """The content of `profile.json`."""
     logits, hidden = profile.attention_logits, profile.hidden_states
-    return {
+    content = {
         "format": f"{FORMAT}/{VERSION}",
         "model": profile.model,
         "data": profile.data,
@@ -82,6 +87,33 @@ def to_json(profile: Profile) -> dict[str, Any]:
             ],
         },
     }
+    if profile.lambdas:
+        content["lambda"] = [
+            {"name": site.name, "layer": site.layer, "pairs": _lambda_rows(site)}
+            for site in profile.lambdas
+        ]
+    if profile.maps is not None:
+        content["maps"] = [
+            {
+                "name": site.name,
+                "layer": site.layer,
+                "kind": site.kind,
+                **site.summary,
+                "heads": list(site.rows()),
+            }
+            for site in profile.maps
+        ]
+    return content
+
+
+def _lambda_rows(site: SiteStatistics) -> list[dict[str, Any]]:
+    """λ of each pair of heads: how it is spread over the tokens."""
+    medians = [] if site.histogram is None else site.histogram.percentile(50).tolist()
+    kept = ("min", "max", "mean", "std")
+    return [
+        {"pair": i, **{name: row[name] for name in kept}, "median": median}
+        for i, (row, median) in enumerate(zip(site.rows(), medians, strict=True))
+    ]
 
 
 def load_profile(folder: Path) -> Profile:
@@ -119,6 +151,8 @@ def load_profile(folder: Path) -> Profile:
                 _from_arrays("attention_logits", logits, arrays), branches
             ),
             hidden_states=HiddenStates(_from_arrays("hidden_states", hidden, arrays)),
+            lambdas=_from_arrays("lambda", content.get("lambda", []), arrays),
+            maps=_maps(content["maps"], arrays) if "maps" in content else None,
         )
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{folder} holds a broken profile: {error}") from None
@@ -129,8 +163,24 @@ def _totals(part: Activations) -> dict[str, Any]:
     return {"count": part.count, **ranks, "median": part.median}
 
 
-def _to_arrays(part: Activations) -> Arrays:
-    sites = part.sites
+def _maps(described: list[dict[str, Any]], arrays: Arrays) -> list[MapStatistics]:
+    return [
+        MapStatistics.from_arrays(
+            site["name"],
+            site["layer"],
+            site["kind"],
+            [head["head"] for head in site["heads"]],
+            {
+                name.removeprefix(f"maps.{i}."): array
+                for name, array in arrays.items()
+                if name.startswith(f"maps.{i}.")
+            },
+        )
+        for i, site in enumerate(described)
+    ]
+
+
+def _to_arrays(sites: list[SiteStatistics]) -> Arrays:
     arrays: Arrays = {
         "groups": np.array([site.groups for site in sites], np.int64),
         "count": np.concatenate([site.count for site in sites]),
@@ -170,6 +220,8 @@ def _to_arrays(part: Activations) -> Arrays:
 def _from_arrays(
     kind: str, described: list[dict[str, Any]], arrays: Arrays
 ) -> list[SiteStatistics]:
+    if not described:
+        return []
     a = {
         name.removeprefix(f"{kind}."): array
         for name, array in arrays.items()

@@ -173,7 +173,7 @@ def test_lambda_of_every_layer():
     for layer in model.model.layers:
         a = layer.self_attn
         first, second = (a.lambda_q1 @ a.lambda_k1).exp(), (a.lambda_q2 @ a.lambda_k2).exp()
-        expected.append(float(first - second + a.lambda_init))
+        expected.append((first - second + a.lambda_init).item())
     assert recorder.profile().model["lambda"] == pytest.approx(expected, rel=1e-5)
     torch.manual_seed(0)
     own = Small(lambda i: list(OWN.values())[i](i, "sdpa"), layers=3).eval()

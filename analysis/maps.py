@@ -1,0 +1,128 @@
+"""Attention maps as a table and a figure: what the papers claim of them, layer by layer."""
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+from rich.table import Table
+
+from quantdiff.analysis.style import DOUBLE, Page, model_colors, set_title, style
+from quantdiff.analysis.text import UNKNOWN, literal, number
+from quantdiff.statistics.maps import MapStatistics
+from quantdiff.statistics.profile import Profile
+
+__all__ = ["maps_frame", "maps_table", "plot_maps"]
+
+_LINES = {"softmax": "-", "difference": "-", "branch 1": "--", "branch 2": ":"}
+_NAMES = {"softmax": "softmax", "difference": "map 1 − λ·map 2", "branch 1": "map 1",
+          "branch 2": "map 2"}  # fmt: skip
+
+
+def maps_frame(profile: Profile) -> pd.DataFrame:
+    """One row a layer and kind of map: the measures of all its heads together.
+
+    Raises:
+        UsageError: the maps were not measured.
+    """
+    profile.maps_frame()  # refuses with the remedy
+    return pd.DataFrame([
+        {"name": site.name, "layer": site.layer, "kind": site.kind, **site.summary}
+        for site in profile.maps or []
+    ])  # fmt: skip
+
+
+def maps_table(profile: Profile) -> Table:
+    """The maps that weigh the values, one line a layer."""
+    sites = [site for site in profile.maps or [] if site.kind in ("softmax", "difference")]
+    differential = any(site.kind == "difference" for site in sites)
+    spanned = any(site.counts["span_rows"].any() for site in sites)
+    table = Table(
+        title="attention maps, by layer: means over rows", title_justify="left",
+        title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    columns = ["layer", *["λ"] * differential, "sum", *["negative"] * differential, "sink",
+               "entropy", "RMS min", "median", "max", "similarity",
+               *["span", "rest"] * spanned]  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right")
+    for site in sites:
+        s = site.summary
+        lam = [_lambda(profile, site)] * differential
+        negative = [_cell(s["negative_mass"])] * differential
+        span = [_cell(s["span_mass"]), _cell(s["rest_mass"])] * spanned
+        table.add_row(
+            str(site.layer), *lam, _cell(s["row_sum"]), *negative, _cell(s["sink"]),
+            _cell(s["entropy"]), *(_cell(s[f"context_rms_{x}"]) for x in ("min", "median", "max")),
+            _cell(s["similarity"]), *span,
+        )  # fmt: skip
+    gains = [s["norm_gain_max"] for site in sites if (s := site.summary).get("norm_gain_max")]
+    told = "sum: Σw; negative: Σ|w| over w < 0; sink: w on the first token; RMS: ‖w‖₂"
+    if gains and not profile.lambdas:
+        told += f"; an RMS norm over the heads amplifies by up to {number(max(map(float, gains)))}"
+    table.caption, table.caption_justify = told, "left"
+    return table
+
+
+def plot_maps(profile: Profile) -> Any:
+    """Sinks, negative mass and context RMS by layer, in a new figure.
+
+    Raises:
+        UsageError: the maps were not measured.
+    """
+    data = maps_frame(profile)
+    color = model_colors([str(profile.model.get("name"))])[str(profile.model.get("name"))]
+    kinds = [kind for kind in _LINES if (data["kind"] == kind).any()]
+    with style():
+        page = Page(DOUBLE, 2.4)
+        set_title(page, literal(profile.model.get("name")), f"{profile.data['tokens']:,} tokens")
+        sink, negative, norm = page.subplots(1, 3)
+        for kind in kinds:
+            part = data[data["kind"] == kind]
+            look = {
+                "color": color, "linestyle": _LINES[kind], "label": _NAMES[kind],
+                "alpha": 1.0 if kind in ("softmax", "difference") else 0.6,
+            }  # fmt: skip
+            sink.plot(part["layer"], part["sink"], **look)
+            if kind in ("softmax", "difference"):
+                negative.plot(part["layer"], part["negative_mass"], **look)
+                norm.plot(part["layer"], part["context_rms_median"], **look | {"label": "median"})
+                norm.fill_between(
+                    part["layer"], part["context_rms_min"], part["context_rms_max"], color=color,
+                    alpha=0.15, linewidth=0, label="min to max",
+                )  # fmt: skip
+        longest = int(profile.data["sequence_length"])
+        ends = [(longest**-0.5, "1/√n"), (1.0, "1")]
+        if profile.lambdas:
+            ends.append((2**0.5, "√2"))
+        for value, word in ends:
+            norm.axhline(value, color="0.4", linewidth=0.6, linestyle=":")
+            norm.annotate(
+                word, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 1),
+                textcoords="offset points", ha="right", va="bottom", fontsize=7, color="0.25",
+            )  # fmt: skip
+        norm.set_yscale("log")
+        for ax, label in (
+            (sink, "weight on the first token"), (negative, "negative mass Σ|w|, w < 0"),
+            (norm, f"context RMS ‖w‖₂, n ≤ {longest:,}"),
+        ):  # fmt: skip
+            ax.set_xlabel("layer")
+            ax.set_ylabel(label)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if len(kinds) > 1:
+            sink.legend(loc="best")
+        return page
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return "0" if value == 0 else f"{value:.3f}" if 1e-3 <= abs(value) < 100 else number(value)
+
+
+def _lambda(profile: Profile, site: MapStatistics) -> str:
+    """λ of a layer: its number, or in V2 the mean over tokens and pairs."""
+    for other in profile.lambdas:
+        if other.layer == site.layer and other.moments is not None:
+            return _cell(float(other.moments.total().mean[0]))
+    layers = profile.model.get("lambda")
+    return _cell(layers[site.layer] if layers else None)

@@ -1,0 +1,54 @@
+"""Whether all that should have been seen in a forward pass was seen."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from quantdiff.errors import RecordingError
+from quantdiff.hooks.found import Found
+from quantdiff.hooks.layers import is_cross
+from quantdiff.hooks.passes import Pass
+
+__all__ = ["check_complete", "site_key"]
+
+
+def site_key(name: str, branch: int | None) -> str:
+    """What a site's calls are counted under in a pass; a layer may have the site's name."""
+    return f"{name} (logits)" if branch is None else f"{name} (branch {branch})"
+
+
+def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[str]) -> None:
+    """Refuse a pass in which a hook stayed silent.
+
+    Args:
+    now: the pass at its end.
+    model, found: what is recorded.
+    sites: names of the logit sites that were ever seen.
+
+    Raises:
+    RecordingError: names the first module that is missing.
+    """
+    # A decoder half stands without its encoder: its cross-attention may stay silent.
+    attention = [name for name, _ in found.attention if not is_cross(name)]
+    attention += [f"{name} (heads)" for name, _ in found.heads]
+    expected = attention + [name for name, _ in found.layers]
+    silent = [name for name in expected if not now.fired[name]]
+    if silent:
+        raise RecordingError(
+            f"{len(silent)} hooks never fired in a forward pass, the first at {silent[0]}; "
+            "the recording would lack these layers"
+        )
+    seen = [[now.fired[site_key(name, branch)] for branch in (None, 1, 2)] for name in sites]
+    for name, (_, first, second) in zip(sites, seen, strict=True):
+        if first != second:
+            raise RecordingError(
+                f"{name} made {first} attention calls for map 1 and {second} for map 2, which "
+                f"its head layout {found.family(name).layout} has apart; "
+                "record(model, layout='none') records it as plain heads"
+            )
+    if not (found.attention or found.heads) and not any(any(counts) for counts in seen):
+        raise RecordingError(
+            f"no attention was seen in {type(model).__name__}: it calls neither "
+            "transformers' attention dispatch nor scaled_dot_product_attention nor flash-attn "
+            "2; a transformers model may do so when it is loaded with attention='sdpa'"
+        )

@@ -1,0 +1,106 @@
+"""The hook for models that call flash-attn by themselves, as the official DIFF code does.
+
+flash-attn 2 computes in two operators of torch's dispatcher, which a `TorchDispatchMode` sees; the
+mode is active within the recorded model's forward alone, where the package is there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantdiff.errors import RecordingError
+from quantdiff.hooks.sequences import Batch
+
+__all__ = ["FlashCall", "FlashMode", "flash_is_there"]
+
+_OPERATORS = ("_flash_attn_forward", "_flash_attn_varlen_forward")
+_UNKNOWN = ("alibi_slopes", "block_table", "leftpad_k", "seqused_k")
+
+
+def flash_is_there() -> bool:
+    """Whether flash-attn has registered its operators."""
+    return any(hasattr(torch.ops.flash_attn, name) for name in _OPERATORS)
+
+
+class FlashCall:
+    """The arguments of one call.
+
+    Attributes:
+        query: (B, H, N, D); key: (B, G, M, D); of a packed call, once `unpack` was called.
+        mask: None; padding is known from the pass.
+        is_causal: whether the last query sees the last key, and each earlier one a key less.
+        window: how many keys before and after its own place a query sees; −1 for all.
+        scale, softcap: of the logits; a cap of None where there is none.
+        tensors: queries and keys as given.
+        packed: whether sequences lie one behind the other without padding.
+    """
+
+    __slots__ = (
+        "_lengths", "is_causal", "key", "mask", "packed", "query", "scale", "softcap", "tensors",
+        "window",
+    )  # fmt: skip
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        unknown = [name for name in _UNKNOWN if given.get(name) is not None]
+        if unknown:
+            raise RecordingError(
+                f"flash-attn is called with {', '.join(unknown)}; quantdiff does not know what "
+                "that does to the logits and refuses to guess"
+            )
+        self.tensors = given["q"], given["k"]
+        self.packed = "cu_seqlens_q" in given
+        self.query, self.key = (
+            x if self.packed else x.transpose(1, 2) for x in self.tensors
+        )  # (B, H, N, D)
+        self._lengths = (
+            [given[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+            if self.packed
+            else []
+        )
+        self.mask = None
+        self.is_causal = bool(given["causal"])
+        self.window = given["window_size_left"], given["window_size_right"]
+        self.scale = float(given["softmax_scale"])
+        self.softcap: float | None = given["softcap"] or None
+
+    def unpack(self, batch: Batch) -> None:
+        """Put packed queries and keys where their tokens stand among the padding.
+
+        Raises:
+            RecordingError: they are not the real tokens of the pass, sequence by sequence.
+        """
+        real = batch.real, batch.kept
+        if [x.sum(1).tolist() for x in real] != self._lengths:
+            raise RecordingError(
+                "flash-attn is called on packed sequences that are not the rows of the batch "
+                "without their padding; quantdiff does not record packed sequences"
+            )
+        padded = []
+        for x, kept in zip(self.tensors, real, strict=True):
+            out = x.new_zeros(*kept.shape, *x.shape[1:])  # (B, N, H, D)
+            out[kept.to(x.device)] = x.detach()
+            padded.append(out.transpose(1, 2))
+        self.query, self.key = padded
+
+
+class FlashMode(TorchDispatchMode):
+    """Shows every call of flash-attn's operators to `observe` before it is computed."""
+
+    def __init__(self, observe: Callable[[FlashCall], None]) -> None:
+        super().__init__()
+        self._observe = observe
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "flash_attn" and name in _OPERATORS:
+            # What has its default value does not come along.
+            known = func._schema.arguments
+            given = {a.name: a.default_value for a in known if a.has_default_value()}
+            given |= dict(zip([a.name for a in known], args, strict=False))
+            self._observe(FlashCall({**given, **kwargs}))
+        return func(*args, **kwargs)

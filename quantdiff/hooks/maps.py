@@ -1,0 +1,191 @@
+"""Attention maps and λ: measured when an attention module is done, for then its λ is known."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quantdiff.attention.layouts import layout
+from quantdiff.errors import RecordingError, UsageError
+from quantdiff.hooks.entrance import in_backward
+from quantdiff.hooks.found import Found
+from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.logits import HeadsOf, Logits, as_multiplied
+from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.sequences import Batch
+from quantdiff.models.families import lambda_of, lambda_projection
+from quantdiff.statistics import NonFiniteError, SiteStatistics
+from quantdiff.statistics.maps import MapStatistics, measure_maps
+from quantdiff.statistics.site import of_groups
+
+__all__ = ["Lambdas", "Maps", "Span"]
+
+Span = tuple[int, int]
+
+
+class Lambdas:
+    """V2's λ, one a token and pair, as the projection in an attention module gives it."""
+
+    def __init__(self, found: Found) -> None:
+        self.lock = threading.Lock()
+        self._sites: dict[str, SiteStatistics] = {}
+        self._found = found
+        self.modules: list[tuple[str, nn.Module]] = []
+        for name, module in found.modules.items():
+            projection = lambda_projection(module)
+            if projection is not None and layer_of(name, found.layers) is not None:
+                self.modules.append((name, projection))
+
+    def hook(self, name: str, current: Callable[[str], Pass]) -> Callable[..., None]:
+        """A forward hook on the projection in the attention module of that name."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if in_backward() or self._found.family(name).layout != "adjacent_shared":
+                return
+            now = current(name)
+            if not isinstance(output, Tensor) or tuple(output.shape[:2]) != now.batch.shape:
+                raise RecordingError(f"{name}.lambda_proj gives no (sequences, tokens, pairs) of λ")
+            lam = torch.sigmoid(output.detach())  # (B, N, h), in the model's dtype, as it uses it
+            now.lambdas[name] = lam.transpose(1, 2)[..., None]  # (B, h, N, 1)
+            values = lam[now.batch.real.to(lam.device)].float().T.contiguous().cpu().numpy()
+            if not np.isfinite(values).all():
+                raise RecordingError(f"NaN or infinity among the λ of {name}")
+            layer = layer_of(name, self._found.layers)
+            assert layer is not None
+            with self.lock:
+                fresh = of_groups(name, layer, values)
+                if name in self._sites:
+                    self._sites[name].merge(fresh)
+                else:
+                    self._sites[name] = fresh
+
+        return hook
+
+    def sites(self) -> list[SiteStatistics]:
+        """What was seen, in the order of the layers."""
+        return sorted(self._sites.values(), key=lambda site: site.layer)
+
+
+class Maps:
+    """Measures of the attention maps of all sites.
+
+    Args:
+        found: the modules of the model.
+        spans: of each sequence, by its number, the answer's first token and the one behind its
+            last, among its real tokens; None where it has none.
+    """
+
+    def __init__(self, found: Found, spans: Sequence[Span | None]) -> None:
+        for span in spans:
+            if span is not None and not 0 <= span[0] < span[1]:
+                raise UsageError(f"a span is (first token, last token + 1), not {span}")
+        self.lock = threading.Lock()
+        self._found = found
+        self._spans = list(spans)
+        self._sites: dict[str, dict[str, MapStatistics]] = {}
+
+    def sites(self) -> list[MapStatistics]:
+        """What was seen, in the order of the layers."""
+        order = sorted(self._sites.values(), key=lambda kinds: next(iter(kinds.values())).layer)
+        return [site for kinds in order for site in kinds.values()]
+
+    def finish(self, module: str, now: Pass) -> None:
+        """Measure the calls that an attention module has made, now that it is done.
+
+        Raises:
+            RecordingError: NaN or infinity among the logits or λ.
+        """
+        calls = now.pending.pop(module, [])
+        parts = [(part, call) for _, part, call in calls if part is not None]
+        for name, part, call in calls:
+            if part is None:
+                self._add(name, module, call, now)
+        if len(parts) == 2:  # one of two is refused when the pass ends
+            name = next(name for name, part, _ in calls if part is not None)
+            self._add(name, module, _joined(parts), now)
+
+    def _add(self, name: str, module: str, call: Logits, now: Pass) -> None:
+        layer = layer_of(module, self._found.layers)
+        assert layer is not None, name
+        heads = call.query.shape[1]
+        pairs = self._pairs(module, heads, now)
+        kinds = {"softmax": list(range(heads))}
+        options: dict[str, Any] = {}
+        if pairs is not None:
+            first, second, lam = pairs
+            options = {"lam": lam, "first": first, "second": second}
+            kinds = {
+                "branch 1": sorted(set(first)),
+                "branch 2": sorted(set(second)),
+                "difference": first,
+            }
+        batch, keys = now.batch, call.key.shape[2]
+        if not call.cross:
+            options |= self._places(batch, keys)
+        else:
+            options["key_zero"] = torch.full((batch.shape[0],), -1)
+        with self.lock:
+            sites = self._sites.setdefault(
+                name,
+                {kind: MapStatistics.empty(name, layer, kind, own) for kind, own in kinds.items()},
+            )
+            try:
+                measure_maps(
+                    *as_multiplied(call.query, call.key), call.scale, call.visible, sites,
+                    softcap=call.softcap, bias=call.bias, sink=call.sinks, **options,
+                )  # fmt: skip
+            except NonFiniteError as error:
+                raise RecordingError(
+                    f"NaN or infinity among the attention logits or λ of layer {layer}, "
+                    f"head {error.group} ({name})"
+                ) from None
+
+    def _pairs(
+        self, module: str, heads: int, now: Pass
+    ) -> tuple[list[int], list[int], float | Tensor] | None:
+        """Heads of map 1 and map 2 and λ; None for standard heads, or where λ is not known."""
+        kind = layout(str(self._found.family(module).layout))
+        if not kind.differential:
+            return None
+        lam: float | Tensor | None = now.lambdas.get(module)
+        if kind.own_keys:
+            lam = lambda_of(self._found.modules[module]) if module in self._found.modules else None
+        return None if lam is None else (*kind.pairs(heads), lam)
+
+    def _places(self, batch: Batch, keys: int) -> dict[str, Any]:
+        """Where sequences begin among the keys, and their spans."""
+        offset = batch.key_offset(keys)
+        zeros = batch.kept.int().argmax(1).cpu() - offset  # (B,); below 0 once a window dropped it
+        places: dict[str, Any] = {"key_zero": zeros}
+        spans: list[Span | None] = []
+        for b, zero in enumerate(zeros.tolist()):
+            number = batch.first + b
+            span = self._spans[number] if number < len(self._spans) else None
+            known = int(batch.kept[b].sum())
+            inside = span is not None and span[1] <= known and zero + span[0] >= 0
+            spans.append((zero + span[0], zero + span[1]) if span and inside else None)
+        if any(span is not None for span in spans):
+            rows = batch.shape[1]
+            last = rows - 1 - batch.real.int().flip(1).argmax(1).cpu()
+            places |= {"spans": spans, "span_rows": last}
+        return places
+
+
+def _joined(parts: list[tuple[HeadsOf, Logits]]) -> Logits:
+    """The calls of map 1 and map 2 as one over all heads, in the order of the projection."""
+    total = parts[0][0].total
+    queries: list[Tensor] = [torch.empty(0)] * total
+    keys: list[Tensor] = [torch.empty(0)] * total
+    for part, call in parts:
+        query, key = call.distinct(part.step)
+        for i, head in enumerate(part.heads):
+            queries[head] = query[:, i]
+            keys[head] = key[:, i * key.shape[1] // query.shape[1]]
+    first = parts[0][1]
+    return Logits(
+        torch.stack(queries, 1), torch.stack(keys, 1), first.scale, first.visible, first.softcap,
+        first.bias, first.cross, first.sinks,
+    )  # fmt: skip

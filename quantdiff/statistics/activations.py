@@ -1,0 +1,148 @@
+"""The activations of all layers as objects: attention logits, hidden states, their largest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quantdiff.statistics.histogram import Histogram
+from quantdiff.statistics.moments import Moments
+from quantdiff.statistics.site import SiteStatistics
+from quantdiff.statistics.top import Top
+
+__all__ = ["RANKS", "Activations", "AttentionLogits", "HiddenState", "HiddenStates", "Logit"]
+
+RANKS = (1, 2, 3, 10, 100)
+
+
+@dataclass(frozen=True)
+class Logit:
+    """A large attention logit: its magnitude and where it stands, all counted from 0."""
+
+    value: float
+    layer: int
+    head: int
+    branch: int | None
+    sequence: int
+    query: int
+    key: int
+
+
+@dataclass(frozen=True)
+class HiddenState:
+    """A large element of the residual stream: its magnitude and where it stands, from 0."""
+
+    value: float
+    layer: int
+    sequence: int
+    token: int
+    channel: int
+
+
+@dataclass(eq=False)
+class Activations:
+    """One kind of activation over all layers.
+
+    Attributes:
+        sites: one a layer, in order.
+    """
+
+    sites: list[SiteStatistics]
+    _histogram: Histogram | None = field(default=None, init=False, repr=False)
+
+    @property
+    def count(self) -> int:
+        """Number of values seen."""
+        return int(sum(site.count.sum() for site in self.sites))
+
+    @property
+    def absmax(self) -> float:
+        """Largest magnitude; NaN if nothing was seen."""
+        return max((float(site.absmax.max()) for site in self.sites), default=float("nan"))
+
+    @property
+    def largest(self) -> Top:
+        """The largest magnitudes of all sites with their coordinates."""
+        tops = [site.top for site in self.sites]
+        merged = Top(tops[0].rank, tops[0].coordinates.shape[1])
+        for top in tops:
+            merged.offer(top.values, top.coordinates)
+        return merged
+
+    @property
+    def histogram(self) -> Histogram | None:
+        """All values of all sites, one group; None where only extremes were recorded."""
+        if self._histogram is None:
+            parts = [site.histogram for site in self.sites]
+            total = Histogram.empty(1)
+            for part in parts:
+                if part is None:
+                    return None
+                total.merge(part.total())
+            self._histogram = total
+        return self._histogram
+
+    @property
+    def moments(self) -> Moments | None:
+        """Moments of all values, one group; None where only extremes were recorded."""
+        total = Moments.empty(1)
+        for site in self.sites:
+            if site.moments is None:
+                return None
+            total.merge(site.moments.total())
+        return total
+
+    @property
+    def median(self) -> float | None:
+        """Median magnitude to 0.5 %; None where only extremes were recorded."""
+        return self.percentile(50)
+
+    def percentile(self, percent: float) -> float | None:
+        """Magnitude below which `percent` per cent of the magnitudes lie, to 0.5 %."""
+        histogram = self.histogram
+        if histogram is None:
+            return None
+        if percent == 100:
+            return self.absmax
+        return float(histogram.percentile(percent)[0])
+
+    def rank(self, n: int) -> float | None:
+        """The n-th largest magnitude; None if fewer were kept."""
+        values = self.largest.values
+        return float(values[n - 1]) if 0 < n <= len(values) else None
+
+
+class AttentionLogits(Activations):
+    """The attention logits of all layers; a site's groups are its query heads."""
+
+    def __init__(
+        self, sites: list[SiteStatistics], branches: Mapping[int, Sequence[int | None]]
+    ) -> None:
+        super().__init__(sites)
+        self.branches = {layer: list(heads) for layer, heads in branches.items()}
+
+    def top(self, n: int) -> list[Logit]:
+        """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
+        return self.items(self.largest)[:n]
+
+    def items(self, top: Top) -> list[Logit]:
+        """The entries of a site's or of all sites' largest magnitudes."""
+        return [
+            Logit(float(value), layer, head, self.branches[layer][head], sequence, query, key)
+            for value, (layer, head, sequence, query, key) in zip(
+                top.values, top.coordinates.tolist(), strict=True
+            )
+        ]
+
+
+class HiddenStates(Activations):
+    """The residual stream after every decoder layer; a site has one group."""
+
+    def top(self, n: int) -> list[HiddenState]:
+        """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
+        return self.items(self.largest)[:n]
+
+    def items(self, top: Top) -> list[HiddenState]:
+        """The entries of a site's or of all sites' largest magnitudes."""
+        return [
+            HiddenState(float(value), *place)
+            for value, place in zip(top.values, top.coordinates.tolist(), strict=True)
+        ]

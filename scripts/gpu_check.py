@@ -1,0 +1,310 @@
+"""One prepared run that says whether quantdiff is right and how fast it is on this GPU.
+
+It needs torch and transformers, and no installation: it imports quantdiff from the checkout that it
+lies in. What the machine lacks, such as flash-attn, is a row with the reason.
+
+    python scripts/gpu_check.py --minutes 6 --out runs/gpu_check.json
+    python scripts/gpu_check.py --cpu     # all of it at small sizes, in about a minute
+
+The exit code is 0 if all that ran agreed, else 1.
+"""
+
+import argparse
+import contextlib
+import platform
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from gpu_checks.common import Check, Found, MissingPartError, NotReachedError, Place  # noqa: E402
+
+from quantdiff.files import write_json  # noqa: E402
+
+# Parts in their order, with the share of the time at which each of them has to end.
+SHARES = {
+    "environment": 0.10,
+    "log-sum-exp": 0.25,
+    "tf32": 0.30,
+    "attention": 0.45,
+    "recording": 0.60,
+    "timing": 0.80,
+    "flex attention": 0.90,
+    "flex recording": 1.00,
+}
+LONGEST = 90  # seconds of one check
+
+
+def parts(place: Place) -> dict[str, Callable[[], list[Check]]]:
+    """What makes the checks of each part; imports only then, so that one cannot stop another."""
+
+    def attention(flex: bool) -> list[Check]:
+        from gpu_checks.attention import attention_checks
+
+        return attention_checks(place, flex=flex)
+
+    def recording(flex: bool) -> list[Check]:
+        from gpu_checks.recording import recording_checks
+
+        return recording_checks(place, flex=flex)
+
+    def lse() -> list[Check]:
+        from gpu_checks.logits import lse_checks
+
+        return lse_checks(place)
+
+    def tf32() -> list[Check]:
+        from gpu_checks.logits import tf32_checks
+
+        return tf32_checks(place)
+
+    def timing() -> list[Check]:
+        from gpu_checks.timing import timing_checks
+
+        return timing_checks(place)
+
+    return {
+        "environment": lambda: environment_checks(place),
+        "log-sum-exp": lse,
+        "tf32": tf32,
+        "attention": lambda: attention(False),
+        "recording": lambda: recording(False),
+        "timing": timing,
+        "flex attention": lambda: attention(True),
+        "flex recording": lambda: recording(True),
+    }
+
+
+def environment_checks(place: Place) -> list[Check]:
+    """What the machine has."""
+    return [("machine", lambda: _machine(place)), ("packages", _packages), *_flash()]
+
+
+def _machine(place: Place) -> Found:
+    told: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
+    if place.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(place.device)
+        told["gpu"] = properties.name
+        told["capability"] = f"{properties.major}.{properties.minor}"
+        told["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        told["cuda"], told["cudnn"] = torch.version.cuda, torch.backends.cudnn.version()
+        told["torch's flash kernel"] = torch.backends.cuda.is_flash_attention_available()
+    else:
+        told["cpu"] = torch.backends.cpu.get_cpu_capability()
+        told["threads"] = torch.get_num_threads()
+    return Found(told=told)
+
+
+def _packages() -> Found:
+    from quantdiff.statistics import native
+
+    told: dict[str, Any] = {"compiled kernels": native.available()}
+    for name in (
+        "torch",
+        "transformers",
+        "numpy",
+        "triton",
+        "flash-attn",
+        "flash-attn-4",
+        "kernels",
+    ):
+        try:
+            told[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            told[name] = "none"
+    return Found(told=told)
+
+
+def _flash() -> list[Check]:
+    from gpu_checks.attention import flash_state
+
+    from quantdiff.attention import flash
+
+    def state(kernel: flash.Kernel) -> Found:
+        reason = flash_state(kernel)
+        if reason is not None:
+            raise MissingPartError(reason)
+        return Found(told={"works": True})
+
+    return [(kernel.name, lambda kernel=kernel: state(kernel)) for kernel in flash.KERNELS]
+
+
+class Report:
+    """The rows of all parts; the file is written anew after each of them.
+
+    Attributes:
+        content: what is written.
+    """
+
+    def __init__(self, out: Path, device: str, minutes: float) -> None:
+        self.out = out
+        self.content: dict[str, Any] = {
+            "device": device,
+            "minutes": minutes,
+            "finished": False,
+            "agreed": None,
+            "parts": {name: {"status": "not reached", "rows": []} for name in SHARES},
+        }
+
+    def save(self) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.out, self.content)
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        self.content["parts"][part]["rows"].append(row)
+        print(f"{part}: {row['check']}: {row['status']}", file=sys.stderr, flush=True)
+        self.save()
+
+    def close(self, part: str, seconds: float) -> None:
+        entry = self.content["parts"][part]
+        found = {row["status"] for row in entry["rows"]}
+        order = ("failed", "not reached", "ok", "missing")
+        entry["status"] = next((name for name in order if name in found), "ok")
+        entry["seconds"] = round(seconds, 1)
+        self.save()
+
+    @property
+    def agreed(self) -> bool:
+        """Whether nothing that ran disagreed."""
+        return all(part["status"] != "failed" for part in self.content["parts"].values())
+
+
+def run_part(report: Report, name: str, make: Callable[[], list[Check]], place: Place) -> None:
+    """All checks of a part, each for itself."""
+    begin = time.monotonic()
+    try:
+        checks = make()
+    except Exception as error:
+        report.add(name, {"check": "the part itself", **_failure(error)})
+        checks = []
+    for title, check in checks:
+        report.add(name, {"check": title, **run_check(check, place)})
+    report.close(name, time.monotonic() - begin)
+
+
+def run_check(check: Callable[[], Found], place: Place) -> dict[str, Any]:
+    """Status, numbers and reason of one check."""
+    begin = time.monotonic()
+    if place.left <= 0:
+        return {"status": "not reached", "reason": "the time of this part was over"}
+    try:
+        with _limit(min(place.left + 1, LONGEST)):
+            found = check()
+            place.wait()
+    except MissingPartError as error:
+        return {"status": "missing", "reason": str(error)}
+    except NotReachedError as error:
+        return {"status": "not reached", "reason": str(error)}
+    except Exception as error:
+        return _failure(error)
+    finally:
+        if place.device.type == "cuda":
+            with contextlib.suppress(Exception):
+                torch.cuda.empty_cache()
+    return {
+        "status": "ok" if found.good else "failed",
+        "seconds": round(time.monotonic() - begin, 2),
+        # Written as text where it is no number that JSON knows.
+        "within": {
+            key: {"error": _plain(error), "bound": bound}
+            for key, (error, bound) in found.within.items()
+        },
+        "told": found.told,
+    }
+
+
+def _plain(value: float) -> float | str:
+    return value if value - value == 0 else str(value)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    return {
+        "status": "failed",
+        "reason": f"{type(error).__name__}: {error}"[:500],
+        "trace": traceback.format_exception(error)[-6:],
+    }
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Ends what takes longer, for example a compilation."""
+
+    def over(*_: Any) -> None:
+        raise NotReachedError(f"stopped after {seconds:.0f} s")
+
+    known = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, known)
+
+
+def table(content: dict[str, Any]) -> str:
+    """All rows as text, the worst of a row's errors first."""
+    lines = []
+    for name, part in content["parts"].items():
+        lines.append(f"\n{name}: {part['status']}, {part.get('seconds', 0.0):.1f} s")
+        for row in part["rows"]:
+            told = [f"{key} {value}" for key, value in row.get("told", {}).items()]
+            errors = sorted(row.get("within", {}).items(), key=_share, reverse=True)
+            shown = errors if row["status"] == "failed" else errors[:2]
+            numbers = [f"{key} {_short(x['error'])} ≤ {x['bound']:.3g}" for key, x in shown]
+            text = "; ".join([*numbers, *told, *([row["reason"]] if "reason" in row else [])])
+            lines.append(f"  {row['status']:<11} {row['check']:<42} {text}")
+    lines.append("\nagreed" if content["agreed"] else "\nNOT AGREED")
+    return "\n".join(lines)
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+def _share(item: tuple[str, dict[str, Any]]) -> float:
+    error, bound = item[1]["error"], item[1]["bound"]
+    if isinstance(error, str):
+        return float("inf")
+    return float(error) / bound if bound else float("inf" if error else -1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=6.0, help="what is not reached is told")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_check.json")
+    parser.add_argument("--cpu", action="store_true", help="small sizes, on the CPU")
+    options = parser.parse_args()
+    if not options.cpu and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA GPU here; --cpu runs all of it at small sizes")
+    warnings.filterwarnings("ignore", message=".*TF32.*")
+    place = Place(torch.device("cpu" if options.cpu else "cuda"), small=options.cpu)
+    if options.cpu:
+        # Compiling flex_attention takes longer here than all the rest, and for narrow heads the
+        # compiled form is wrong on some CPUs.
+        torch.compiler.set_stance("force_eager")
+        torch.set_num_threads(1)  # the sizes are too small to share
+    begin, seconds = time.monotonic(), options.minutes * 60
+    report = Report(options.out, str(place.device), options.minutes)
+    made = parts(place)
+    for name, share in SHARES.items():
+        place.until = begin + share * seconds
+        run_part(report, name, made[name], place)
+    report.content |= {"finished": True, "agreed": report.agreed}
+    report.save()
+    print(table(report.content))
+    print(f"{time.monotonic() - begin:.0f} s; {options.out}")
+    return 0 if report.agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,480 @@
+"""Differential models that cannot be had here: stand-ins of the same structure, made anew."""
+
+import contextlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quantdiff import RecordingError, UsageError, record
+from quantdiff.attention import layout
+from quantdiff.errors import UnknownLayoutWarning
+from tests import reference
+
+C, D = 48, 8
+
+
+class Base(nn.Module):
+    """Projections and λ; keeps every head's queries and keys for the test."""
+
+    def __init__(self, heads, kv_heads, depth=0):
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q, self.k = nn.Linear(C, heads * D), nn.Linear(C, kv_heads * D)
+        self.v = nn.Linear(C, kv_heads * D)
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(torch.randn(D) * 0.3))
+        self.lambda_init = 0.8 - 0.6 * 2.718281828 ** (-0.3 * depth)
+        self.seen = None
+
+    def project(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        self.seen = q.detach(), k.detach()
+        return q, k, v
+
+    def lam(self):
+        first, second = (self.lambda_q1 @ self.lambda_k1).exp(), self.lambda_q2 @ self.lambda_k2
+        return first - second.exp() + self.lambda_init
+
+
+class DiffAttention(Base):
+    """As timm's: two calls of heads that stand side by side, values of two heads' width."""
+
+    def __init__(self, depth, **options):
+        super().__init__(6, 6, depth)
+        self.out = nn.Linear(6 * D, C)
+        self.options = options
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x)
+        v = torch.cat([v[:, 0::2], v[:, 1::2]], -1)
+        given = {"attn_mask": mask, **self.options}
+        (q1, q2), (k1, k2) = (t.unflatten(1, (-1, 2)).unbind(2) for t in (q, k))
+        first = F.scaled_dot_product_attention(q1, k1, v, **given)
+        second = F.scaled_dot_product_attention(q2, k2, v, **given)
+        return self.out((first - self.lam() * second).transpose(1, 2).flatten(2))
+
+
+class MotifAttention(Base):
+    """As Motif-2.6B's: four calls, two maps by two halves of the values, keys repeated."""
+
+    def __init__(self, depth):
+        super().__init__(8, 4, depth)
+        self.out = nn.Linear(8 * D, C)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x)
+        k, v = (t.unflatten(1, (-1, 2)) for t in (k, v))
+        q1, q2 = q[:, 0::2], q[:, 1::2]
+        k1, k2, v1, v2 = (
+            t.repeat_interleave(2, 1) for t in (k[:, :, 0], k[:, :, 1], v[:, :, 0], v[:, :, 1])
+        )
+        given = {"attn_mask": mask} if mask is not None else {"is_causal": True}
+        maps = [
+            torch.cat([F.scaled_dot_product_attention(q, k, v, **given) for v in (v1, v2)], -1)
+            for q, k in ((q1, k1), (q2, k2))
+        ]
+        return self.out((maps[0] - self.lam() * maps[1]).transpose(1, 2).flatten(2))
+
+
+class Grouped(Base):
+    """As Motif-2-12.7B's: r signal heads to one noise head, which may be repeated for them."""
+
+    def __init__(self, depth, ratio=2, repeated=False):
+        super().__init__(2 * (ratio + 1), 4, depth)
+        self.out, self.ratio, self.repeated = nn.Linear(2 * ratio * 2 * D, C), ratio, repeated
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x)
+        groups = q.unflatten(1, (-1, self.ratio + 1))
+        signal, noise = groups[:, :, :-1].flatten(1, 2), groups[:, :, -1]
+        k1, k2, v = k[:, 0::2], k[:, 1::2], torch.cat([v[:, 0::2], v[:, 1::2]], -1)
+        many = [t.repeat_interleave(self.ratio, 1) for t in (k1, v)]
+        first = F.scaled_dot_product_attention(signal, *many, is_causal=True)
+        if self.repeated:
+            noise, k2 = (t.repeat_interleave(self.ratio, 1) for t in (noise, k2))
+            second = F.scaled_dot_product_attention(noise, k2, many[1], is_causal=True)
+        else:
+            second = F.scaled_dot_product_attention(noise, k2, v, is_causal=True)
+            second = second.repeat_interleave(self.ratio, 1)
+        return self.out((first - self.lam() * second).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attn = attention
+        self.mlp = nn.Linear(C, C)
+
+    def forward(self, x, mask):
+        return self.mlp(x) if self.attn is None else x + self.attn(x, mask)
+
+
+class Model(nn.Module):
+    """Blocks around `attention(depth)`; None makes a block without."""
+
+    def __init__(self, attention, layers=2, **config):
+        super().__init__()
+        self.embedding = nn.Embedding(300, C)
+        self.blocks = nn.ModuleList(Block(attention(i)) for i in range(layers))
+        if config:
+            self.config = SimpleNamespace(**config)
+
+    def forward(self, input_ids, attention_mask=None, mask=None):
+        x = self.embedding(input_ids) * 3
+        if attention_mask is not None and mask is None:
+            mask = attention_mask
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def make(attention, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Model(attention, **options).eval()
+
+
+IDS = torch.randint(0, 300, (2, 11), generator=torch.Generator().manual_seed(1))
+CAUSAL = torch.ones(11, 11, dtype=torch.bool).tril()
+
+
+def check(profile, model, name, seen=CAUSAL, padding=0):
+    """Every head against the product of the queries and keys that its module made, once each.
+
+    `padding` tokens stand before the second sequence.
+    """
+    logits = profile.attention_logits
+    blocks = [(i, block) for i, block in enumerate(model.blocks) if block.attn is not None]
+    assert [site.layer for site in logits.sites] == [i for i, _ in blocks]
+    assert profile.model["layout"] == name
+    for site, (layer, block) in zip(logits.sites, blocks, strict=True):
+        q, k = block.attn.seen
+        heads, kv_heads = q.shape[1], k.shape[1]
+        k = k[:, layout(name).key_heads(heads, kv_heads)]
+        x = reference.logits(q, k, D**-0.5)
+        shown = seen.expand(x.shape)
+        expected = reference.statistics(x.transpose(0, 1), shown.transpose(0, 1))
+        assert site.count.tolist() == expected["count"].tolist()
+        for mine, theirs in ((site.min, "min"), (site.max, "max"), (site.moments.mean, "mean")):
+            wanted = torch.as_tensor(expected[theirs])
+            torch.testing.assert_close(
+                torch.as_tensor(mine, dtype=torch.float64), wanted, rtol=1e-4, atol=1e-5
+            )
+        assert logits.branches[layer] == layout(name).branches(heads)
+        assert (site.histogram.count == site.count).all()
+        largest = max(logits.items(site.top), key=lambda item: item.value)
+        shift = padding * largest.sequence  # places are counted among the real tokens
+        found = x[largest.sequence, largest.head, largest.query + shift, largest.key + shift]
+        assert abs(found.item()) == pytest.approx(largest.value, rel=1e-4)
+        assert largest.value == pytest.approx(abs(x[shown]).max().item(), rel=1e-4)
+    for layer, block in blocks:
+        told = profile.model["lambda"][layer]
+        assert told == pytest.approx(block.attn.lam().item(), rel=1e-5)
+
+
+def recorded(model, *args, **options):
+    ids = options.pop("ids", IDS)
+    with torch.no_grad():
+        before = model(ids, *args)
+        with record(model, **options) as recorder:
+            during = model(ids, *args)
+    assert torch.equal(before, during)
+    return recorder.profile()
+
+
+def test_timm():
+    model = make(DiffAttention)
+    check(recorded(model), model, "adjacent", torch.ones(11, 11, dtype=torch.bool))
+    model = make(lambda i: DiffAttention(i, is_causal=True))
+    check(recorded(model), model, "adjacent")
+
+
+def test_timm_with_two_scalars_for_lambda():
+    model = make(DiffAttention)
+    for block in model.blocks:
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            setattr(block.attn, name, None)
+        block.attn.lambda_a = nn.Parameter(torch.tensor(0.3))
+        block.attn.lambda_b = nn.Parameter(torch.tensor(-0.2))
+        a = block.attn
+        a.lam = lambda a=a: a.lambda_a.exp() - a.lambda_b.exp() + a.lambda_init
+    check(recorded(model), model, "adjacent", torch.ones(11, 11, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_motif(masked):
+    model = make(MotifAttention, model_type="Motif")
+    mask = CAUSAL[None, None].repeat(2, 1, 1, 1)
+    if masked:
+        mask[1, :, :, :4] = False
+        mask[1, :, :4] = False
+        mask[1, :, range(4), range(4)] = True  # as transformers fills rows of padding
+    real = torch.ones(2, 11, dtype=torch.long)
+    real[1, :4] = 0 if masked else 1
+    profile = recorded(model, real, mask) if masked else recorded(model)
+    seen = mask.clone()
+    seen[1, :, :4] &= not masked
+    check(profile, model, "adjacent", seen, padding=4 * masked)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_motif_grouped(ratio, repeated):
+    heads = 2 * (ratio + 1)
+    config = {"model_type": "Motif", "num_noise_heads": 2, "num_attention_heads": heads}
+    model = make(lambda i: Grouped(i, ratio, repeated), **config)
+    check(recorded(model), model, f"grouped:{ratio}")
+
+
+# flash-attn, called by the model itself
+
+
+@contextlib.contextmanager
+def flash_attn(calls):
+    """flash-attn 2's operators, computed in plain torch; `calls` gets their names."""
+
+    def attend(q, k, v, causal, left, right, scale):
+        rows, keys = q.shape[1], k.shape[1]
+        here = torch.arange(keys - rows, keys)[:, None]
+        there = torch.arange(keys)
+        seen = torch.ones(rows, keys, dtype=torch.bool)
+        right = 0 if causal else right
+        if left >= 0:
+            seen &= there >= here - left
+        if right >= 0:
+            seen &= there <= here + right
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        return out.transpose(1, 2).contiguous()
+
+    def dense(q, k, v, dropout, scale, causal, left, right, softcap, alibi, returned):
+        calls.append("dense")
+        empty = torch.empty(0)
+        return attend(q, k, v, causal, left, right, scale), empty, empty.clone(), empty.clone()
+
+    def packed(q, k, v, lengths_q, lengths_k, most_q, most_k, dropout, scale, causal,
+               left=-1, right=-1, softcap=0.0, alibi=None):  # fmt: skip
+        calls.append("packed")
+        ends = zip(*(x.tolist() for x in (lengths_q[:-1], lengths_q[1:], lengths_k[:-1],
+                                          lengths_k[1:])), strict=True)  # fmt: skip
+        outs = [
+            attend(q[None, a:b], k[None, c:d], v[None, c:d], causal, left, right, scale)[0]
+            for a, b, c, d in ends
+        ]
+        empty = torch.empty(0)
+        return torch.cat(outs), empty, empty.clone(), empty.clone()
+
+    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:
+        library.define(
+            "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float "
+            "softmax_scale, bool causal, SymInt window_size_left, SymInt window_size_right, float "
+            "softcap, Tensor? alibi_slopes, bool return_softmax) -> (Tensor, Tensor, Tensor, "
+            "Tensor)"
+        )
+        library.define(
+            "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor "
+            "cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float "
+            "softmax_scale, bool causal, SymInt window_size_left=-1, SymInt window_size_right=-1, "
+            "float softcap=0.0, Tensor? alibi_slopes=None) -> (Tensor, Tensor, Tensor, Tensor)"
+        )
+        library.impl("_flash_attn_forward", dense, "CompositeExplicitAutograd")
+        library.impl("_flash_attn_varlen_forward", packed, "CompositeExplicitAutograd")
+        yield
+
+
+def call_flash(q, k, v, *, window=(-1, -1), kept=None, **more):
+    """(B, N, H, D) each, padding taken out where there is any."""
+    scale = q.shape[-1] ** -0.5
+    ops = torch.ops.flash_attn
+    if kept is None or bool(kept.all()):
+        return ops._flash_attn_forward(
+            q, k, v, 0.0, scale, causal=True, window_size_left=window[0],
+            window_size_right=window[1], softcap=0.0, alibi_slopes=more.get("alibi"),
+            return_softmax=False,
+        )[0]  # fmt: skip
+    ends = F.pad(kept.sum(1).cumsum(0), (1, 0)).int()
+    longest = int(kept.sum(1).max())
+    out = torch.zeros_like(q[..., :1]).expand(*q.shape[:3], v.shape[-1]).clone()
+    out[kept] = ops._flash_attn_varlen_forward(
+        q[kept], k[kept], v[kept], ends, ends, longest, longest, 0.0, scale, True, *window
+    )[0]
+    return out
+
+
+class Inner(nn.Module):
+    """As Phi-4-mini-flash's: λ stands in it, and it makes four calls."""
+
+    def __init__(self, outer):
+        super().__init__()
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "lambda_init"):
+            setattr(self, name, getattr(outer, name))
+
+    def forward(self, q, k, v, lam, window, kept):
+        (q1, q2), (k1, k2), (v1, v2) = ((t[:, :, 0::2], t[:, :, 1::2]) for t in (q, k, v))
+        maps = [
+            torch.cat([call_flash(q, k, v, window=window, kept=kept) for v in (v1, v2)], -1)
+            for q, k in ((q1, k1), (q2, k2))
+        ]
+        return maps[0] - lam * maps[1]
+
+
+class Phi(Base):
+    def __init__(self, depth, window=(-1, -1)):
+        super().__init__(8, 4, depth)
+        self.out, self.window = nn.Linear(8 * D, C), window
+        self.inner_cross_attn = Inner(self)
+
+    def forward(self, x, mask=None):
+        q, k, v = (t.transpose(1, 2) for t in self.project(x))
+        kept = None if mask is None else mask.bool()
+        return self.out(self.inner_cross_attn(q, k, v, self.lam(), self.window, kept).flatten(2))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
+@pytest.mark.parametrize("padded", ["no", "left", "right"])
+def test_phi_4_flash(padded, window):
+    calls = []
+    model = make(lambda i: Phi(i, window) if i % 2 else None, layers=4, model_type="phi4flash")
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, : 4 * (padded == "left")] = 0
+    mask[1, 11 - 4 * (padded == "right") :] = 0
+    with flash_attn(calls):
+        profile = recorded(model, mask)
+    assert set(calls) == {"dense" if padded == "no" else "packed"}
+    seen = CAUSAL.triu(-3) if window[0] == 3 else CAUSAL
+    real = mask.bool()
+    seen = seen & real[:, None, None] & real[:, None, :, None]
+    check(profile, model, "adjacent", seen, padding=4 * (padded == "left"))
+
+
+def test_alibi_in_flash_attn_is_refused():
+    class Attention(Base):
+        def forward(self, x, mask=None):
+            q, k, v = (t.transpose(1, 2) for t in self.project(x))
+            return x + call_flash(q, k, v, alibi=torch.ones(6)).flatten(2)
+
+    model = make(lambda i: Attention(6, 6))
+    with flash_attn([]), pytest.raises(RecordingError, match="alibi_slopes"), record(model):
+        model(IDS)
+
+
+def test_packing_that_the_pass_does_not_know_is_refused():
+    class Attention(Base):
+        def forward(self, x, mask=None):
+            q, k, v = (t.transpose(1, 2) for t in self.project(x))
+            kept = torch.ones(2, 11, dtype=torch.bool)
+            kept[0, 5:] = False
+            return x + call_flash(q, k, v, kept=kept).flatten(2)
+
+    model = make(lambda i: Attention(6, 6))
+    with flash_attn([]), pytest.raises(RecordingError, match="packed sequences"), record(model):
+        model(IDS)
+
+
+class MultiheadFlashDiffV2(Base):
+    """As the official V2 module: one call, λ from a projection; by a flag the baseline."""
+
+    def __init__(self, use_diff_v2):
+        super().__init__(8, 2)
+        self.use_diff_v2 = use_diff_v2
+        self.lambda_proj = nn.Linear(C, 4, bias=False) if use_diff_v2 else None
+        self.out = nn.Linear((4 if use_diff_v2 else 8) * D, C)
+        del self.lambda_init
+
+    def forward(self, x, mask=None):
+        q, k, v = (t.transpose(1, 2) for t in self.project(x))
+        out = call_flash(q, k, v)
+        if self.use_diff_v2:
+            out = out[:, :, 0::2] - self.lambda_proj(x).sigmoid()[..., None] * out[:, :, 1::2]
+        return self.out(out.flatten(2))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_official_v2_module(flag):
+    model = make(lambda i: MultiheadFlashDiffV2(flag))
+    with flash_attn([]), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = recorded(model)
+    assert profile.model["layout"] == ("adjacent_shared" if flag else "none")
+    assert profile.attention_logits.branches[1] == ([1, 2] * 4 if flag else [None] * 8)
+    assert profile.attention_logits.count == 2 * 2 * 8 * 66
+
+
+# What calls itself differential and is not known
+
+
+class DifferentialHeads(MotifAttention):
+    """A name that promises something."""
+
+
+def test_an_unknown_kind_is_recorded_as_plain_heads_with_a_warning():
+    model = make(DifferentialHeads)
+    with pytest.warns(UnknownLayoutWarning, match=r"blocks\.0\.attn \(DifferentialHeads\)"):
+        profile = recorded(model)
+    assert profile.model["layout"] == "none"
+    assert {item.branch for item in profile.attention_logits.top(100)} == {None}
+    # Two calls with other queries and keys: two sites, each logit once.
+    assert profile.attention_logits.count == 2 * 2 * 8 * 66
+    check(recorded(model, layout="adjacent"), model, "adjacent")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recorded(model, layout="none").model["layout"] == "none"
+
+
+def test_no_warning_without_a_reason():
+    class DiffusionAttention(Base):
+        def forward(self, x, mask=None):
+            q, k, v = self.project(x)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return out.transpose(1, 2).flatten(2)
+
+    model = make(lambda i: DiffusionAttention(6, 6))
+    for block in model.blocks:
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            setattr(block.attn, name, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recorded(model).model["layout"] == "none"
+
+
+def test_heads_that_do_not_fit_are_plain_with_a_warning():
+    config = {"model_type": "Motif", "num_noise_heads": 2, "num_attention_heads": 8}
+    model = make(lambda i: Grouped(i, 2), **config)  # four signal heads, no groups of three
+    with pytest.warns(UnknownLayoutWarning, match=r"does not fit the head layout grouped:3"):
+        profile = recorded(model)
+    assert profile.model["layout"] == "none"
+    assert profile.attention_logits.count == 2 * 2 * 6 * 66
+
+
+def test_a_map_that_is_missing_is_refused():
+    class DiffAttention(Base):
+        def forward(self, x, mask=None):
+            q, k, v = self.project(x)
+            return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    model = make(lambda i: DiffAttention(6, 6))
+    with pytest.raises(RecordingError, match="1 attention calls for map 1 and 0 for map 2"):
+        recorded(model)
+    assert recorded(model, layout="none").attention_logits.count == 2 * 2 * 6 * 121
+
+
+def test_a_map_too_many_is_refused():
+    class DiffAttention(Base):
+        def forward(self, x, mask=None):
+            q, k, v = self.project(x)
+            for shift in range(3):
+                out = F.scaled_dot_product_attention(q + shift, k, v)
+            return x + out.transpose(1, 2).flatten(2)
+
+    with pytest.raises(RecordingError, match="attends more than 2 times"):
+        recorded(make(lambda i: DiffAttention(6, 6)))
+
+
+def test_an_unknown_layout_is_named():
+    with pytest.raises(UsageError, match="unknown head layout 'pairs'"):
+        record(make(DiffAttention), layout="pairs")
