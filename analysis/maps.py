@@ -55,10 +55,10 @@ def maps_table(profile: Profile) -> Table:
             _cell(s["entropy"]), *(_cell(s[f"context_rms_{x}"]) for x in ("min", "median", "max")),
             _cell(s["similarity"]), *span,
         )  # fmt: skip
-    gains = [s["norm_gain_max"] for site in sites if (s := site.summary).get("norm_gain_max")]
+    gains = [float(gain) for site in sites if (gain := site.summary.get("norm_gain_max"))]
     told = "sum: Σw; negative: Σ|w| over w < 0; sink: w on the first token; RMS: ‖w‖₂"
     if gains and not profile.lambdas:
-        told += f"; an RMS norm over the heads amplifies by up to {number(max(map(float, gains)))}"
+        told += f"; an RMS norm over the heads amplifies by up to {number(max(gains))}"
     table.caption, table.caption_justify = told, "left"
     return table
 
@@ -108,8 +108,10 @@ def plot_maps(profile: Profile) -> Any:
             ax.set_xlabel("layer")
             ax.set_ylabel(label)
             ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        if len(kinds) > 1:
-            sink.legend(loc="best")
+        if len(kinds) > 1:  # in a strip of its own, so that it never covers data
+            low, high = sink.get_ylim()
+            sink.set_ylim(low, high + 0.4 * (high - low))
+            sink.legend(loc="upper left")
         return page
 
 

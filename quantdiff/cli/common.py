@@ -103,15 +103,15 @@ def warnings_as_notes() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("once", UnknownLayoutWarning)
-        shown = warnings.showwarning
+        shown: Any = warnings.showwarning
 
-        def show(message: Any, category: Any, *rest: Any) -> None:
+        def show(message: Any, category: Any, *rest: Any, **options: Any) -> None:
             if issubclass(category, UnknownLayoutWarning):
                 sys.stderr.write(f"note: {message}\n")
             else:
-                shown(message, category, *rest)
+                shown(message, category, *rest, **options)
 
-        warnings.showwarning = show
+        warnings.showwarning = show  # catch_warnings brings the old one back
         yield
 
 

@@ -234,8 +234,15 @@ def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
     if _is_causal(call):
         visible.stop = torch.minimum(visible.stop, here + 1)
     if call.mask is not None:
+        told = call.mask[:, -keys:].to(device).bool()  # (B, M)
+        first = told.int().argmax(1, keepdim=True).int()
+        stop = keys - told.flip(1).int().argmax(1, keepdim=True).int()
+        if bool((told.sum(1, keepdim=True) == stop - first).all()):  # padding at the ends
+            visible.start = torch.maximum(visible.start, first)
+            visible.stop = torch.minimum(visible.stop, stop)
+            return visible, None
         kept = torch.zeros(batch, 1, 1, call.key.shape[2], dtype=torch.bool, device=device)
-        kept[..., :keys] = call.mask[:, None, None, -keys:].bool()
+        kept[..., :keys] = told[:, None, None]
         visible.mask = lambda first, last: kept.expand(-1, -1, last - first, -1)
     return visible, None
 

@@ -1,7 +1,6 @@
 """The statistics of logits and tensors in plain torch, block by block, on any device."""
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,17 +10,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantdiff.statistics import native
+from quantdiff.statistics.precision import exact_product
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.visible import Visible
 
-__all__ = ["BLOCK_ELEMENTS", "Part", "torch_logits", "torch_values", "unit_of"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "GPU_SHIFT",
+    "Part",
+    "Sieve",
+    "block_part",
+    "nothing",
+    "torch_logits",
+    "torch_values",
+    "unit_of",
+    "block_elements",
+]
 
 BLOCK_ELEMENTS = 1 << 20  # of a block of logits: 4 MiB of fp32
+GPU_SHIFT = 5  # a GPU takes blocks of 32 times that, or it would wait for launches most of the time
 SMALL = 4096  # elements summed in fp32 before fp64 takes over
 
 Bias = Callable[[int, int], Tensor]
 
-_precision = threading.Lock()
+
+def block_elements(device: torch.device) -> int:
+    """How many logits a block holds on a device."""
+    return BLOCK_ELEMENTS if device.type == "cpu" else BLOCK_ELEMENTS << GPU_SHIFT
 
 
 @dataclass(eq=False)
@@ -59,11 +74,11 @@ def torch_logits(
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
     k = k.repeat_interleave(heads // k.shape[1], 1)  # (B, H, M, D)
-    step = max(1, BLOCK_ELEMENTS // (heads * keys))
+    step = max(1, block_elements(q.device) // (heads * keys))
     starts, stops = visible.start.to(q.device), visible.stop.to(q.device)
     columns = torch.arange(keys, device=q.device)
     table = _Table(heads, q.device) if site.histogram is not None else None
-    sieve = _Sieve(site)
+    sieve = Sieve(site)
     units = unit.reshape(batch, heads, 2)
     fresh = [True] * batch
     for b in range(batch):
@@ -74,7 +89,7 @@ def torch_logits(
                 continue
             start, stop = starts[b, first:last][counted], stops[b, first:last][counted]  # (n,)
             low, high = int(start.min()), int(stop.max())
-            s = _exact_product(q[b, :, first:last][:, counted], k[b, :, low:high]) * scale
+            s = exact_product(q[b, :, first:last][:, counted], k[b, :, low:high]) * scale
             raw = s
             if softcap is not None:
                 s = torch.tanh(s / softcap) * softcap
@@ -105,8 +120,8 @@ def torch_logits(
                     seen = (here >= start[:, None]) & (here < stop[:, None])
                     seen = seen[None] if extra is None else seen & extra[:, :, left:right]
                 piece = s[:, :, left - low : right - low]
-                part = _block(piece, seen, units[b], table, sieve)
-                whole = _nothing(batch * heads)
+                part = block_part(piece, seen, units[b], table, sieve)
+                whole = nothing(batch * heads)
                 whole[b * heads : (b + 1) * heads] = part.partial
                 part.partial = whole
                 part.items["batch"] = b
@@ -127,12 +142,12 @@ def torch_values(
 ) -> Iterator[Part]:
     """Parts of the marked rows of x (N, D) fp32."""
     counted = rows.to(x.device).nonzero()[:, 0]
-    step = max(1, BLOCK_ELEMENTS // max(x.shape[1], 1))
+    step = max(1, block_elements(x.device) // max(x.shape[1], 1))
     table = _Table(1, x.device) if site.histogram is not None else None
-    sieve = _Sieve(site)
+    sieve = Sieve(site)
     for first in range(0, len(counted), step):
         here = counted[first : first + step]
-        part = _block(x[here][None], None, unit, table, sieve)
+        part = block_part(x[here][None], None, unit, table, sieve)
         part.items["row"] = here.cpu().numpy()[part.items["row"]]
         yield part
     if table is not None:
@@ -159,7 +174,7 @@ class _Table:
     def part(self, batch: int) -> Part:
         """The counts as a part that holds nothing else."""
         counts = self.counts[:, : native.BINS].reshape(self.heads, 2, -1).cpu().numpy()
-        return Part(_nothing(batch * self.heads), counts, 0, np.zeros(0, native.ITEM), 0)
+        return Part(nothing(batch * self.heads), counts, 0, np.zeros(0, native.ITEM), 0)
 
 
 def unit_of(mean: Tensor, spread: Tensor) -> NDArray[np.float32]:
@@ -181,35 +196,23 @@ def _unit_of_seen(s: Tensor, seen: Tensor) -> NDArray[np.float32]:
     return unit_of(mean, spread.sqrt())
 
 
-def _nothing(groups: int) -> NDArray[np.void]:
+def nothing(groups: int) -> NDArray[np.void]:
+    """Records of native.PARTIAL, (groups,), that hold nothing."""
     partial = np.zeros(groups, native.PARTIAL)
     partial["min"], partial["max"] = np.inf, -np.inf
     return partial
 
 
-def _exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a·bᵀ in true fp32, whatever the process allows for its own products."""
-    with _precision:  # a setting of the process: two recordings must not take turns at it
-        allowed = torch.get_float32_matmul_precision()
-        if allowed == "highest":
-            return a @ b.mT
-        torch.set_float32_matmul_precision("highest")
-        try:
-            return a @ b.mT
-        finally:
-            torch.set_float32_matmul_precision(allowed)
-
-
-def _block(
+def block_part(
     s: Tensor,
     seen: Tensor | None,
     unit: NDArray[np.float32],
     table: _Table | None,
-    sieve: "_Sieve",
+    sieve: "Sieve",
 ) -> Part:
     """The statistics of one block s (H, n, m) where `seen`, (1 or H, n, m), holds, or of all."""
     heads = s.shape[0]
-    partial = _nothing(heads)
+    partial = nothing(heads)
     part = Part(partial, None, 0, np.zeros(0, native.ITEM), 0)
     shown = s if seen is None else torch.where(seen, s, torch.inf)
     low = shown.amin((1, 2)).cpu().numpy()
@@ -240,7 +243,7 @@ def _block(
     return part
 
 
-class _Sieve:
+class Sieve:
     """Lets through what may be among the `rank` largest magnitudes of a call."""
 
     def __init__(self, site: SiteStatistics) -> None:

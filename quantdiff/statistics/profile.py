@@ -96,11 +96,10 @@ class Profile:
                 further.top.coordinates[:, column] += shift
                 site.merge(further)
             ours._histogram = None
-        for mine_of, more in (
-            (result.lambdas, added.lambdas), (result.maps or [], added.maps or []),
-        ):  # fmt: skip
-            for kept, further in zip(mine_of, more, strict=True):
-                kept.merge(further)
+        for lam, more in zip(result.lambdas, added.lambdas, strict=True):
+            lam.merge(more)
+        for maps, others in zip(result.maps or [], added.maps or [], strict=True):
+            maps.merge(others)
         for name in ("tokens", "sequences"):
             result.data[name] = self.data[name] + other.data[name]
         result.data["sequence_length"] = max(

@@ -15,6 +15,7 @@ from torch import Tensor
 from quantdiff.statistics import native
 from quantdiff.statistics.blocks import BLOCK_ELEMENTS, Part, torch_logits, torch_values, unit_of
 from quantdiff.statistics.lasting import lasting_zeros
+from quantdiff.statistics.lse import lse_logits
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.visible import Visible
@@ -44,6 +45,7 @@ def measure_logits(
     softcap: float | None = None,
     bias: Callable[[int, int], Tensor] | None = None,
     compiled: bool = True,
+    log_sum_exp: bool | None = None,
 ) -> None:
     """Add the logits softcap(q·kᵀ·scale) + bias to a site's statistics.
 
@@ -59,19 +61,33 @@ def measure_logits(
         softcap: c of c·tanh(x / c), or None.
         bias: (first row, last row + 1) → (B or 1, H or 1, rows, M), added after the cap.
         compiled: False takes the plain torch path.
+        log_sum_exp: whether extremes are found by a flash kernel's log-sum-exp; None means on
+            a CUDA GPU, for a site without moments, where a kernel takes the call.
 
     Raises:
         NonFiniteError: a NaN or an infinity among the logits that count; nothing was added.
+        ValueError: head counts that do not divide, or `log_sum_exp` where it cannot be.
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key heads")
     if not q.numel() or not k.numel():
         return
     with torch.autocast(q.device.type, enabled=False):
-        q, k = q.float(), k.float()
         full = site.moments is not None
-        unit = _logit_unit(q, k, scale) if full else _no_unit(q.shape[0] * q.shape[1])
         plain = softcap is None and bias is None
+        if log_sum_exp or (log_sum_exp is None and q.is_cuda):
+            # A kernel wants the model's own dtype, whose values are the same numbers.
+            known = lse_logits(q, k, scale, visible, site) if plain and not full else None
+            if known is not None:
+                _add(known, _no_unit(q.shape[0] * q.shape[1]), q.shape[0], site, locate)
+                return
+            if log_sum_exp:
+                raise ValueError(
+                    "the log-sum-exp of these logits is not known: it tells extremes alone, and no "
+                    "flash kernel takes a cap, a bias, a mask or window, or this dtype and device"
+                )
+        q, k = q.float(), k.float()
+        unit = _logit_unit(q, k, scale) if full else _no_unit(q.shape[0] * q.shape[1])
         if compiled and plain and q.device.type == "cpu" and native.available():
             parts = _compiled_logits(q, k, scale, visible, unit, site)
         else:

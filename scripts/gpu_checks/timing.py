@@ -91,9 +91,9 @@ def _streamed(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _block_size(elements: int) -> Iterator[None]:
+def _block_size(elements: int, device: torch.device) -> Iterator[None]:
     real = blocks.BLOCK_ELEMENTS
-    blocks.BLOCK_ELEMENTS = elements
+    blocks.BLOCK_ELEMENTS = elements * real // blocks.block_elements(device)
     try:
         yield
     finally:
@@ -140,32 +140,29 @@ def _lengths(bench: _Bench, length: int) -> Found:
 def _interleave(
     runs: dict[str, Callable[[], tuple[float, float]]], place: Place
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Times of up to `ROUNDS` rounds after one to warm up, and the largest peak of each."""
+    """Times of up to `ROUNDS` rounds, and the largest peak of each; a first one warms up.
+
+    Where there is no time for another round, those of the first are given.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks = dict.fromkeys(runs, 0.0)
     for count in range(ROUNDS + 1):
         begin = time.monotonic()
         for name, run in runs.items():
             seconds, peak = run()
-            if count:
-                times[name].append(seconds)
+            times[name].append(seconds)
             peaks[name] = max(peaks[name], peak)
-            if not count and seconds * 2 > place.left:
-                times[name].append(seconds)  # there will be no other
-        # A third of what is left, so that the lengths to come have a share.
-        if count and (time.monotonic() - begin) * 3 > place.left:
+        # Twice as much, so that the lengths to come have a share.
+        if (time.monotonic() - begin) * (2 if count else 1.2) > place.left:
             break
-        if not count and (time.monotonic() - begin) * 2 > place.left:
-            times = {name: taken or [runs[name]()[0]] for name, taken in times.items()}
-            break
-    return times, peaks
+    return {name: taken[1:] or taken for name, taken in times.items()}, peaks
 
 
 def _blocks(bench: _Bench) -> Found:
     found = Found()
     length = bench.lengths[0]
     for power in (18, 20) if bench.place.small else (20, 22, 24, 26):
-        with _block_size(1 << power):
+        with _block_size(1 << power, bench.place.device):
             bench.run("full", length)
             seconds, peak = bench.run("full", length)
         found.told[f"2^{power} logits"] = f"{seconds * 1e3:.1f} ms, {peak:,.0f} MiB"

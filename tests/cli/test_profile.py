@@ -224,3 +224,36 @@ def test_help_shows_examples():
     )
     assert "Examples" in result.stdout
     assert "--seq-len" in result.stdout
+
+
+def test_maps_and_passages(run, model, text, tmp_path):
+    code, shown, _ = run(*small(model, text, "--maps", "--out", tmp_path / "maps"))
+    assert code == 0
+    assert "attention maps, by layer" in shown
+    assert (tmp_path / "maps" / "figures" / "maps.png").exists()
+    content = json.loads((tmp_path / "maps" / "profile.json").read_text())
+    assert {site["kind"] for site in content["maps"]} == {"branch 1", "branch 2", "difference"}
+    assert content["maps"][0]["span_rows"] == 0
+
+    passages = tmp_path / "passages.jsonl"
+    rows = [{"text": f"the key is {n} and the sea. the key is", "answer": str(n)} for n in (42, 77)]
+    passages.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "spans"
+    code, shown, _ = run("profile", model, "--passages", passages, "--seq-len", 60, "--out", out)
+    assert code == 0
+    assert "span" in shown
+    profile = Profile.load(out)
+    assert profile.data["source"] == str(passages)
+    assert profile.data["sequences"] == 2
+    for site in profile.maps:
+        s = site.summary
+        assert s["span_rows"] == 2 * len(site.heads)
+        assert s["span_mass"] + s["rest_mass"] == pytest.approx(s["row_sum"], abs=0.5)
+    refused(run("profile", model, "--passages", tmp_path / "none", "--seq-len", 60), "cannot be")
+
+
+def test_a_layout_for_a_model(run, model, text):
+    code, shown, _ = run(*small(model, text, "--layout", "none", "--json"))
+    assert code == 0
+    assert json.loads(shown)["model"]["layout"] == "none"
+    refused(run(*small(model, text, "--layout", "pairs")), "unknown head layout 'pairs'")

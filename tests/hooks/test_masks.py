@@ -84,6 +84,22 @@ class TestNoMask:
         for one in (call("sdpa", None, 1, 5), call("sdpa", None, 3, 5, is_causal=False)):
             assert dense(one, read_mask(one)[0]).all()
 
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("kind", ["left", "right", "holes", "empty"])
+    def test_flash_leaves_padding_out(self, kind, window):
+        mask = torch.ones(2, 6, dtype=torch.long)
+        mask[
+            1, {"left": [0, 1], "right": [4, 5], "holes": [0, 3], "empty": list(range(6))}[kind]
+        ] = 0
+        one = call("flash_attention_2", mask, 6, 6, sliding_window=window)
+        visible, _ = read_mask(one)
+        place = torch.arange(6)
+        seen = (place <= place[:, None]) & (place > place[:, None] - (window or 6))
+        expected = seen & mask.bool()[:, None, None]
+        assert torch.equal(dense(one, visible), expected.expand(2, 4, 6, 6))
+        # Padding at the ends is an interval, which a flash kernel can take too.
+        assert (visible.mask is None) == (kind in ("left", "right"))
+
     def test_flash_counts_from_the_lower_right(self):
         one = call("flash_attention_2", None, 3, 5)
         expected = torch.ones(3, 5).tril(2).bool()
