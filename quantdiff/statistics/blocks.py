@@ -19,12 +19,12 @@ __all__ = [
     "GPU_SHIFT",
     "Part",
     "Sieve",
+    "block_elements",
     "block_part",
     "nothing",
     "torch_logits",
     "torch_values",
     "unit_of",
-    "block_elements",
 ]
 
 BLOCK_ELEMENTS = 1 << 20  # of a block of logits: 4 MiB of fp32
