@@ -1,0 +1,101 @@
+"""A scheme: what is quantized, to how many bits, over which range."""
+
+from dataclasses import dataclass
+
+from quantdiff.errors import UsageError
+
+__all__ = ["GRANULARITIES", "RANGES", "SITES", "Scheme"]
+
+# Site -> granularities that it knows.
+SITES: dict[str, tuple[str, ...]] = {"attention_logits": ("tensor", "head", "row")}
+GRANULARITIES = ("tensor", "head", "row")
+
+# Range -> its parameter's default, where it has one; all but `dynamic` come from a calibration.
+RANGES: dict[str, float | None] = {
+    "dynamic": None,
+    "absmax": None,
+    "percentile": 99.9,
+    "mse": None,
+    "entropy": None,
+}
+BITS = (2, 3, 4, 5, 6, 7, 8, 16)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one site is quantized.
+
+    Attributes:
+        site: for example `attention_logits`.
+        bits: 2 to 8, or 16, which means not quantized.
+        range: `dynamic`, from the tensor itself, or static, from a calibration: `absmax`,
+            `percentile` (also `percentile:99.99`), `mse`, `entropy`.
+        granularity: `tensor`, one range a layer and sequence over all heads and branches; `head`;
+            `row`, one a query, always dynamic.
+        symmetric: whether the grid is.
+
+    Raises:
+        UsageError: names the entry that is not known or does not go with the others.
+    """
+
+    site: str
+    bits: int
+    range: str = "dynamic"
+    granularity: str = "tensor"
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.site not in SITES:
+            raise UsageError(f"unknown site {self.site!r}; known: {', '.join(SITES)}")
+        if self.bits not in BITS or isinstance(self.bits, bool):
+            raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
+        if self.granularity not in SITES[self.site]:
+            raise UsageError(
+                f"granularity of {self.site} is one of {', '.join(SITES[self.site])}, not "
+                f"{self.granularity!r}"
+            )
+        observer, parameter = self.observer, self.range.partition(":")[2]
+        if observer not in RANGES:
+            raise UsageError(f"unknown range {self.range!r}; known: {', '.join(RANGES)}")
+        if parameter and RANGES[observer] is None:
+            raise UsageError(f"the range {observer} takes no parameter, as in {self.range!r}")
+        if self.range.endswith(":"):
+            raise UsageError(f"the range {self.range!r} lacks what stands behind the colon")
+        if observer == "percentile":
+            try:
+                percentile = float(parameter or str(RANGES[observer]))
+            except ValueError:
+                raise UsageError(f"{parameter!r} is no percentile") from None
+            if not 0 < percentile <= 100:
+                raise UsageError(f"a percentile lies in (0, 100], not {parameter}")
+        if self.granularity == "row" and self.static:
+            raise UsageError(
+                f"granularity row is always dynamic; with the range {self.range} use tensor or head"
+            )
+
+    @property
+    def observer(self) -> str:
+        """The range without its parameter."""
+        return self.range.partition(":")[0]
+
+    @property
+    def percentile(self) -> float | None:
+        """The range's parameter, its default where none was given; None if it has none."""
+        default = RANGES[self.observer]
+        given = self.range.partition(":")[2]
+        return float(given) if given else default
+
+    @property
+    def static(self) -> bool:
+        """Whether the range comes from a calibration."""
+        return self.range != "dynamic"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is changed at all: not with 16 bits."""
+        return self.bits < 16
+
+    @property
+    def causal(self) -> bool:
+        """Whether no later token sets the grid of an earlier one."""
+        return self.static or self.granularity == "row" or not self.quantizes
