@@ -37,8 +37,8 @@ def plot(
         profile: what was recorded.
         kind: "layers": the largest attention logit and hidden state of each layer; "heads": the
             largest attention logit of each layer and head, as a heat map; "magnitudes": how the
-            magnitudes are distributed; "maps": sinks, negative mass and context RMS of the
-            attention maps by layer, where they were measured.
+            magnitudes are distributed; "maps": sinks, negative mass (of softmax,
+            entropy) and context RMS of the attention maps by layer, where they were measured.
         activation: "attention_logits" or "hidden_states"; None draws a panel for each or, where
             `ax` is given, the attention logits.
         ax: draw one panel here, and not in a new figure.

@@ -16,6 +16,7 @@ __all__ = ["maps_frame", "maps_table", "plot_maps"]
 _LINES = {"softmax": "-", "difference": "-", "branch 1": "--", "branch 2": ":"}
 _NAMES = {"softmax": "softmax", "difference": "map 1 − λ·map 2", "branch 1": "map 1",
           "branch 2": "map 2"}  # fmt: skip
+_LABELS = {"negative_mass": "negative mass Σ|w|, w < 0", "entropy": "entropy (nats)"}
 
 
 def maps_frame(profile: Profile) -> pd.DataFrame:
@@ -64,7 +65,7 @@ def maps_table(profile: Profile) -> Table:
 
 
 def plot_maps(profile: Profile) -> Any:
-    """Sinks, negative mass and context RMS by layer, in a new figure.
+    """Sinks, negative mass (of softmax, entropy) and context RMS by layer, in a new figure.
 
     Raises:
         UsageError: the maps were not measured.
@@ -75,7 +76,9 @@ def plot_maps(profile: Profile) -> Any:
     with style():
         page = Page(DOUBLE, 2.4)
         set_title(page, literal(profile.model.get("name")), f"{profile.data['tokens']:,} tokens")
-        sink, negative, norm = page.subplots(1, 3)
+        sink, middle, norm = page.subplots(1, 3)
+        # Softmax has no negative weights to show.
+        measure = "negative_mass" if "difference" in kinds else "entropy"
         for kind in kinds:
             part = data[data["kind"] == kind]
             look = {
@@ -84,7 +87,7 @@ def plot_maps(profile: Profile) -> Any:
             }  # fmt: skip
             sink.plot(part["layer"], part["sink"], **look)
             if kind in ("softmax", "difference"):
-                negative.plot(part["layer"], part["negative_mass"], **look)
+                middle.plot(part["layer"], part[measure], **look)
                 norm.plot(part["layer"], part["context_rms_median"], **look | {"label": "median"})
                 norm.fill_between(
                     part["layer"], part["context_rms_min"], part["context_rms_max"], color=color,
@@ -101,8 +104,9 @@ def plot_maps(profile: Profile) -> Any:
                 textcoords="offset points", ha="right", va="bottom", fontsize=7, color="0.25",
             )  # fmt: skip
         norm.set_yscale("log")
+        middle.set_ylim(bottom=0)
         for ax, label in (
-            (sink, "weight on the first token"), (negative, "negative mass Σ|w|, w < 0"),
+            (sink, "weight on the first token"), (middle, _LABELS[measure]),
             (norm, f"context RMS ‖w‖₂, n ≤ {longest:,}"),
         ):  # fmt: skip
             ax.set_xlabel("layer")

@@ -63,14 +63,17 @@ def test_the_table_shows_the_maps_that_weigh_the_values(profiles, name):
 def test_the_figure(profiles, name, tmp_path):
     page = plot(profiles[name], "maps")
     FigureCanvasAgg(page).draw()
-    sink, negative, norm = page.axes
+    sink, middle, norm = page.axes
     data = maps_frame(profiles[name])
     kinds = list(dict.fromkeys(data["kind"]))
     assert len(sink.lines) == len(kinds)
     for line, kind in zip(sink.lines, ("softmax",) if name == "llama" else
                           ("difference", "branch 1", "branch 2"), strict=True):  # fmt: skip
         assert np.allclose(line.get_ydata(), data[data["kind"] == kind]["sink"])
-    assert negative.get_ylabel().startswith("negative mass")
+    label, measure = ("entropy", "entropy") if name == "llama" else ("negative", "negative_mass")
+    assert middle.get_ylabel().startswith(label)
+    shown = data[data["kind"] == ("softmax" if name == "llama" else "difference")]
+    assert np.allclose(middle.lines[0].get_ydata(), shown[measure])
     bounds = sorted(line.get_ydata()[0] for line in norm.lines[1:])
     expected = [24**-0.5, 1.0] + ([2**0.5] if name == "v2" else [])
     assert bounds == pytest.approx(expected)
