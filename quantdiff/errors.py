@@ -2,6 +2,7 @@
 
 __all__ = [
     "MissingExtraError",
+    "QuantizationError",
     "RecordingError",
     "UnknownLayoutWarning",
     "UsageError",
@@ -22,6 +23,10 @@ class MissingExtraError(UsageError, ImportError):
 
 class RecordingError(UsageError):
     """A model, or a call of it, that cannot be recorded rightly and is refused for that reason."""
+
+
+class QuantizationError(UsageError):
+    """A model, or a call of it, that cannot be quantized as asked and is refused for that reason."""
 
 
 class UnknownLayoutWarning(UserWarning):

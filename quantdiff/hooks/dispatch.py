@@ -18,7 +18,18 @@ from torch import Tensor, nn
 
 from quantdiff.errors import RecordingError
 
-__all__ = ["AttentionCall", "Observer", "attention_modules", "hook", "is_hooked", "unhook"]
+__all__ = [
+    "AttentionCall",
+    "Observer",
+    "Replacement",
+    "attention_modules",
+    "hook",
+    "is_hooked",
+    "is_replaced",
+    "replace",
+    "restore",
+    "unhook",
+]
 
 
 class AttentionCall:
@@ -32,9 +43,12 @@ class AttentionCall:
         mask: as the function receives it: a tensor, a block mask, or None.
         options: the remaining keywords.
         recorded: left by the observer for itself.
+        replaced: whether something else than the real function computed the output.
     """
 
-    __slots__ = ("implementation", "key", "mask", "module", "options", "query", "recorded")
+    __slots__ = (
+        "implementation", "key", "mask", "module", "options", "query", "recorded", "replaced",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -52,6 +66,11 @@ class AttentionCall:
         self.mask = mask
         self.options = options
         self.recorded: Any = None
+        self.replaced = False
+
+
+# Computes a call's output in place of the real function, which it is given: (call, value, real).
+Replacement = Callable[["AttentionCall", Tensor, Callable[[], Any]], Any]
 
 
 class Observer(Protocol):
@@ -82,10 +101,11 @@ class _Name(str):
 class _Config:
     """Stands in for a module's config and differs in the implementation's name alone."""
 
-    def __init__(self, config: Any, observer: Observer) -> None:
+    def __init__(self, config: Any) -> None:
         vars(self).update(
             _quantdiff_config=config,
-            _quantdiff_observer=observer,
+            _quantdiff_observers=[],
+            _quantdiff_replacement=None,
             _quantdiff_inside=threading.local(),
         )
 
@@ -154,13 +174,21 @@ def _observed_attention(
         )
     attend = table.get_interface(name, default)
     call = AttentionCall(module, name, query, key, attention_mask, options)
-    config._quantdiff_observer.attention(call)
-    config._quantdiff_inside.value = True
-    try:
-        output = attend(module, query, key, value, attention_mask, **options)
-    finally:
-        config._quantdiff_inside.value = False
-    config._quantdiff_observer.attended(call, output)
+    for observer in config._quantdiff_observers:
+        observer.attention(call)
+
+    def real() -> Any:
+        config._quantdiff_inside.value = True
+        try:
+            return attend(module, query, key, value, attention_mask, **options)
+        finally:
+            config._quantdiff_inside.value = False
+
+    replacement = config._quantdiff_replacement
+    call.replaced = replacement is not None
+    output = real() if replacement is None else replacement(call, value, real)
+    for observer in config._quantdiff_observers:
+        observer.attended(call, output)
     return output
 
 
@@ -205,27 +233,63 @@ _lock = threading.Lock()
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether an observer is on the module."""
-    return type(vars(module).get("config")) is _Config
+    config = vars(module).get("config")
+    return type(config) is _Config and bool(config._quantdiff_observers)
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether the module's attention is computed by a replacement."""
+    config = vars(module).get("config")
+    return type(config) is _Config and config._quantdiff_replacement is not None
 
 
 def hook(modules: Iterable[nn.Module], observer: Observer) -> None:
     """Show the modules' attention calls to `observer` until `unhook`."""
     for module in modules:
-        with _lock:
-            _hooked["modules"] += 1
-        module.config = _Config(module.config, observer)
+        _stand_in(module)._quantdiff_observers.append(observer)
 
 
-def unhook(modules: Iterable[nn.Module]) -> None:
-    """Give the modules their own configs back; with the last one the table is as it was."""
+def unhook(modules: Iterable[nn.Module], observer: Observer) -> None:
+    """Show them to `observer` no longer."""
     for module in modules:
         config = vars(module).get("config")
-        if type(config) is not _Config:
-            continue
-        module.config = config._quantdiff_config
+        if type(config) is _Config and observer in config._quantdiff_observers:
+            config._quantdiff_observers.remove(observer)
+            _clear(module, config)
+
+
+def replace(modules: Iterable[nn.Module], replacement: Replacement) -> None:
+    """Let `replacement` compute the modules' attention calls until `restore`."""
+    for module in modules:
+        vars(_stand_in(module))["_quantdiff_replacement"] = replacement
+
+
+def restore(modules: Iterable[nn.Module]) -> None:
+    """Let the modules compute their attention calls by themselves again."""
+    for module in modules:
+        config = vars(module).get("config")
+        if type(config) is _Config:
+            vars(config)["_quantdiff_replacement"] = None
+            _clear(module, config)
+
+
+def _stand_in(module: nn.Module) -> _Config:
+    config = vars(module).get("config")
+    if type(config) is not _Config:
         with _lock:
-            _hooked["modules"] -= 1
-            if not _hooked["modules"]:
-                table = _interface()._global_mapping
-                for key in [key for key in table if type(key) is _Name]:
-                    del table[key]
+            _hooked["modules"] += 1
+        module.config = config = _Config(config)
+    return config
+
+
+def _clear(module: nn.Module, config: _Config) -> None:
+    """Give a module its own config back; with the last one the table is as it was."""
+    if config._quantdiff_observers or config._quantdiff_replacement is not None:
+        return
+    module.config = config._quantdiff_config
+    with _lock:
+        _hooked["modules"] -= 1
+        if not _hooked["modules"]:
+            table = _interface()._global_mapping
+            for key in [key for key in table if type(key) is _Name]:
+                del table[key]

@@ -21,6 +21,7 @@ class _Wrapped:
     ) -> None:
         functools.update_wrapper(self, forward)
         self.__signature__ = inspect.signature(forward)
+        self.forward, self.around = forward, around
         self._call = functools.partial(around, module, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,9 +34,14 @@ class _Wrapped:
         return self.__deepcopy__(protocol)
 
 
-def is_entered(module: nn.Module) -> bool:
-    """Whether the module's forward is wrapped."""
-    return isinstance(vars(module).get("forward"), _Wrapped)
+def is_entered(module: nn.Module, kind: type) -> bool:
+    """Whether the module's forward is wrapped by a method of just this `kind`."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, _Wrapped):
+        if type(getattr(forward.around, "__self__", None)) is kind:
+            return True
+        forward = forward.forward
+    return False
 
 
 class Entrance:

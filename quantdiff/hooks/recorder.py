@@ -19,9 +19,10 @@ from quantdiff.hooks.kept import Detail, Kept
 from quantdiff.hooks.layers import is_cross
 from quantdiff.hooks.logits import HeadsOf, Logits
 from quantdiff.hooks.maps import Lambdas, Maps, Span
-from quantdiff.hooks.masks import check_options, position_bias, read_heads, read_mask
+from quantdiff.hooks.masks import read_heads
 from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
 from quantdiff.models import describe
 from quantdiff.statistics.activations import HiddenStates
@@ -77,7 +78,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         if any(dispatch.is_hooked(module) for _, module in self._found.attention) or is_entered(
-            self._model
+            self._model, Runs
         ):
             raise RecordingError(
                 "this model is being recorded already; leave that recording before another begins"
@@ -198,26 +199,16 @@ class Recorder:
                 f"{name} attends more than once in one call, with other queries or keys; quantdiff "
                 "does not know what that means"
             )
-        check_options(call)
-        visible, bias = now.visible(call, lambda: read_mask(call))
-        bias = position_bias(call, bias)
-        scale = call.options.get("scaling")
-        scale = call.query.shape[-1] ** -0.5 if scale is None else scale
-        softcap = call.options.get("softcap")
-        site = f"{name} (cross-attention)" if is_cross(name) else name
-        self._record(
-            now, site, part,
-            Logits(
-                call.query, call.key, float(scale), visible, softcap, bias, is_cross(name),
-                call.options.get("s_aux"),
-            ),
-        )  # fmt: skip
-        call.recorded = (float(scale), visible, softcap, bias)
+        logits = read_call(call, now, cross=is_cross(name))
+        self._record(now, f"{name} (cross-attention)" if logits.cross else name, part, logits)
+        call.recorded = logits.scale, logits.visible, logits.softcap, logits.bias
 
     def attended(self, call: dispatch.AttentionCall, output: Any) -> None:
         """Compare what an eager function returned with what was recorded, once a module."""
         name = self._found.names[call.module]
         if call.recorded is None or call.implementation != "eager" or name in self._checked:
+            return
+        if call.replaced:  # fake quantization checks what it replaces by itself
             return
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         if not isinstance(weights, Tensor):
@@ -263,7 +254,7 @@ class Recorder:
         return hook
 
     def _remove(self) -> None:
-        dispatch.unhook([module for _, module in self._found.attention])
+        dispatch.unhook([module for _, module in self._found.attention], self)
         for handle in self._handles:
             handle.remove()
         for entrance in reversed(self._wrapped):

@@ -20,7 +20,7 @@ from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.visible import Visible
 
-__all__ = ["NonFiniteError", "measure_logits", "measure_values"]
+__all__ = ["NonFiniteError", "logit_extremes", "measure_logits", "measure_values"]
 
 _BINS = native.BINS
 
@@ -74,10 +74,10 @@ def measure_logits(
         return
     with torch.autocast(q.device.type, enabled=False):
         full = site.moments is not None
-        plain = softcap is None and bias is None
         if log_sum_exp or (log_sum_exp is None and q.is_cuda):
             # A kernel wants the model's own dtype, whose values are the same numbers.
-            known = lse_logits(q, k, scale, visible, site) if plain and not full else None
+            plain = softcap is None and bias is None and not full
+            known = lse_logits(q, k, scale, visible, site) if plain else None
             if known is not None:
                 _add(known, _no_unit(q.shape[0] * q.shape[1]), q.shape[0], site, locate)
                 return
@@ -88,11 +88,70 @@ def measure_logits(
                 )
         q, k = q.float(), k.float()
         unit = _logit_unit(q, k, scale) if full else _no_unit(q.shape[0] * q.shape[1])
-        if compiled and plain and q.device.type == "cpu" and native.available():
-            parts = _compiled_logits(q, k, scale, visible, unit, site)
-        else:
-            parts = torch_logits(q, k, scale, visible, unit, site, softcap, bias)
+        parts = _logits(q, k, scale, visible, unit, site, softcap, bias, compiled)
         _add(parts, unit, q.shape[0], site, locate)
+
+
+def _logits(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    visible: Visible,
+    unit: NDArray[np.float32],
+    site: SiteStatistics,
+    softcap: float | None,
+    bias: Callable[[int, int], Tensor] | None,
+    compiled: bool,
+) -> Iterator[Part]:
+    """By the compiled kernels where they can, else in plain torch; q and k are fp32."""
+    plain = softcap is None and bias is None
+    if compiled and plain and q.device.type == "cpu" and native.available():
+        return _compiled_logits(q, k, scale, visible, unit, site)
+    return torch_logits(q, k, scale, visible, unit, site, softcap, bias)
+
+
+@torch.no_grad()
+def logit_extremes(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    visible: Visible,
+    *,
+    softcap: float | None = None,
+    bias: Callable[[int, int], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The least and the largest logit of each sequence and head.
+
+    Args:
+        q, k, scale, visible, softcap, bias: as in `measure_logits`.
+
+    Returns:
+        (B, H) fp32 each, on q's device; +inf and −inf where nothing is visible.
+
+    Raises:
+        NonFiniteError: a NaN or an infinity among the logits that count.
+    """
+    batch, heads = q.shape[:2]
+    site = SiteStatistics.empty("", 0, heads, full=False, rank=0, coordinates=4)
+    parts: Iterator[Part] | None = None
+    with torch.autocast(q.device.type, enabled=False):
+        if q.is_cuda and softcap is None and bias is None:
+            parts = lse_logits(q, k, scale, visible, site)
+        if parts is None:
+            unit = _no_unit(batch * heads)
+            parts = _logits(
+                q.float(), k.float(), scale, visible, unit, site, softcap, bias, compiled=True
+            )
+        least = np.full((batch, heads), np.inf, np.float32)
+        most = -least
+        for part in parts:
+            partial = part.partial.reshape(batch, heads)
+            bad = partial["bad"].any(0)
+            if bad.any():
+                raise NonFiniteError(int(np.flatnonzero(bad)[0]))
+            least = np.minimum(least, partial["min"])
+            most = np.maximum(most, partial["max"])
+    return torch.from_numpy(least).to(q.device), torch.from_numpy(most).to(q.device)
 
 
 @torch.no_grad()

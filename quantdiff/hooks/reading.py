@@ -1,0 +1,34 @@
+"""From a call of transformers' dispatch to its logits."""
+
+from quantdiff.hooks.dispatch import AttentionCall
+from quantdiff.hooks.logits import Logits
+from quantdiff.hooks.masks import check_options, position_bias, read_mask
+from quantdiff.hooks.passes import Pass
+
+__all__ = ["read_call"]
+
+
+def read_call(call: AttentionCall, now: Pass, *, cross: bool) -> Logits:
+    """What the call's softmax sees.
+
+    Args:
+        call: of an attention function.
+        now: the pass under way.
+        cross: the keys are those of something else.
+
+    Raises:
+        RecordingError: a keyword or a mask that is not known.
+    """
+    check_options(call)
+    visible, bias = now.visible(call, lambda: read_mask(call))
+    scale = call.options.get("scaling")
+    return Logits(
+        call.query,
+        call.key,
+        float(call.query.shape[-1] ** -0.5 if scale is None else scale),
+        visible,
+        call.options.get("softcap"),
+        position_bias(call, bias),
+        cross,
+        call.options.get("s_aux"),
+    )

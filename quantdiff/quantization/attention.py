@@ -1,0 +1,217 @@
+"""Attention over fake-quantized logits, in blocks of query rows: never an n×n tensor.
+
+Each block's logits are computed in fp32 (fp64 for fp64), rounded to their grid, and go through
+softmax to the values. Gradients are straight-through: a rounded logit passes its gradient on, a
+clipped one does not; the backward pass computes each block a second time.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantdiff.quantization.grid import Grid
+from quantdiff.statistics import Visible
+from quantdiff.statistics.precision import true_fp32
+
+__all__ = ["Softmax", "attend"]
+
+BLOCK_ELEMENTS = 1 << 19  # logits of a block on a CPU; a GPU takes 32 times as many
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """All that is known of a call between its queries and its values.
+
+    Attributes:
+        scale, visible, softcap, bias: as in `quantdiff.statistics.measure_logits`.
+        grid: of each sequence and head, of shape (B or 1, H, 1, 1); a function of the least and
+            the largest logit of each row, (H, n, 1) each, where every row has its own; None where
+            logits are not quantized.
+        clips: whether the grid may end before the logits do.
+    """
+
+    scale: float
+    visible: Visible
+    softcap: float | None = None
+    bias: Callable[[int, int], Tensor] | None = None
+    grid: Grid | Callable[[Tensor, Tensor], Grid] | None = None
+    clips: bool = True
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | None = None
+) -> Tensor:
+    """softmax(quantized logits)·v.
+
+    Args:
+        q: (B, H, N, D); k: (B, G, M, D), query head h reading key head h // (H/G).
+        v: (B, G', M, w), query head h reading value head h // (H/G').
+        softmax: what happens in between.
+        sinks: (H,) learned logits without a key, which are not quantized; or None.
+
+    Returns:
+        (B, H, N, w) in v's dtype; zeros in rows that may attend nothing.
+    """
+    out: Tensor = _Attend.apply(q, k, v, sinks, softmax)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(eq=False)
+class _Block:
+    """One block of rows of a sequence.
+
+    Attributes:
+        rows: of the queries; keys: up to which any of them sees.
+        weights: (H, n, m), the softmax.
+        slope: derivative of the logits by q·kᵀ·scale, (H, n, m), or None for 1 everywhere seen.
+    """
+
+    rows: slice
+    keys: int
+    weights: Tensor
+    slope: Tensor | None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softmax: Softmax
+    ) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            upper = torch.float64 if q.dtype == torch.float64 else torch.float32
+            out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=upper, device=q.device)
+            for b in range(len(q)):
+                values = v[b].to(upper)
+                for block in _blocks(q[b], k[b], b, softmax, sinks, slopes=False):
+                    out[b, :, block.rows] = _product(block.weights, values[:, : block.keys])
+        ctx.save_for_backward(q, k, v, sinks, out)
+        ctx.softmax = softmax
+        return out.to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        q, k, v, sinks, out = ctx.saved_tensors
+        upper = out.dtype
+        with torch.autocast(q.device.type, enabled=False):
+            of_out = gradients[0].to(upper)
+            of_q, of_k, of_v = (torch.zeros_like(x, dtype=upper) for x in (q, k, v))
+            of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=upper)
+            for b in range(len(q)):
+                query, key, value = (x[b].to(upper) for x in (q, k, v))
+                for block in _blocks(q[b], k[b], b, ctx.softmax, sinks, slopes=True):
+                    rows, keys, p = block.rows, block.keys, block.weights
+                    g = of_out[b, :, rows]  # (H, n, w)
+                    of_v[b, :, :keys] += _grouped(p.mT @ g, len(value))
+                    of_p = _product(g, value[:, :keys].mT)  # (H, n, m)
+                    mean = (g * out[b, :, rows]).sum(-1, keepdim=True)  # Σ p·∂p
+                    of_s = p * (of_p - mean)
+                    if of_sinks is not None:
+                        of_sinks -= ((1 - p.sum(-1, keepdim=True)) * mean).sum((1, 2))
+                    if block.slope is not None:
+                        of_s = of_s * block.slope
+                    of_s = of_s * ctx.softmax.scale
+                    of_q[b, :, rows] = _product(of_s, key[:, :keys])
+                    of_k[b, :, :keys] += _grouped(of_s.mT @ query[:, rows], len(key))
+        given = (of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype))
+        return *given, None if of_sinks is None else of_sinks.to(sinks.dtype), None
+
+
+def _blocks(
+    q: Tensor, k: Tensor, b: int, softmax: Softmax, sinks: Tensor | None, *, slopes: bool
+) -> Iterator[_Block]:
+    """The blocks of sequence b; q: (H, N, D), k: (G, M, D)."""
+    heads, rows, _ = q.shape
+    upper = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k = q.to(upper), k.to(upper)
+    visible = softmax.visible
+    start, stop = visible.start[b].to(q.device), visible.stop[b].to(q.device)
+    budget = BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS << 5
+    step = max(1, budget // (heads * k.shape[1]))
+    grid = softmax.grid
+    if isinstance(grid, Grid) and len(grid.step) > 1:
+        grid = Grid(grid.step[b : b + 1], grid.zero[b : b + 1], grid.low, grid.high)
+    ends = stop.split(step)
+    lasts = torch.stack([part.max() for part in ends]).tolist()
+    firsts = torch.stack([part.min() for part in ends]).tolist()
+    latest = torch.stack([part.max() for part in start.split(step)]).tolist()
+    for number, first in enumerate(range(0, rows, step)):
+        last, keys = min(first + step, rows), lasts[number]
+        if keys <= 0:
+            continue
+        with true_fp32():
+            s = _product(q[:, first:last], k[:, :keys].mT)  # (H, n, m)
+        if softmax.scale != 1:
+            s.mul_(softmax.scale)
+        slope = None
+        if softmax.softcap is not None:
+            s = torch.tanh(s.div_(softmax.softcap))
+            slope = 1 - s.square() if slopes else None
+            s.mul_(softmax.softcap)
+        if softmax.bias is not None:
+            added = softmax.bias(first, last)
+            s += added[b if len(added) > 1 else 0, :, :, :keys].to(upper)
+        extra = visible.mask_rows(first, last)
+        seen = None
+        if extra is not None or firsts[number] < keys or latest[number] > 0:
+            column = torch.arange(keys, device=q.device)
+            seen = (column >= start[first:last, None]) & (column < stop[first:last, None])  # (n, m)
+            if extra is not None:
+                seen = seen & extra[b if len(extra) > 1 else 0, :, :, :keys]
+        if grid is not None:
+            own = grid if isinstance(grid, Grid) else grid(*_row_extremes(s, seen))
+            if slopes and softmax.clips:
+                kept = ~own.clipped(s)
+                slope = kept.to(upper) if slope is None else slope * kept
+            s = _rounded(s, own, clips=softmax.clips)
+        if seen is not None:
+            s.masked_fill_(~seen, -torch.inf)
+        yield _Block(slice(first, last), keys, _weights(s, sinks), slope)
+
+
+def _rounded(s: Tensor, grid: Grid, *, clips: bool) -> Tensor:
+    """`grid.quantize` in place."""
+    step, zero = (x[0] if x.dim() > 3 else x for x in (grid.step, grid.zero))
+    symmetric = grid.low < 0
+    s.div_(step).round_()
+    if not symmetric:
+        s.add_(zero)
+    if clips:
+        s.clamp_(grid.low, grid.high)
+    if not symmetric:
+        s.sub_(zero)
+    return s.mul_(step)
+
+
+def _weights(s: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys; zeros in a row of −inf."""
+    if sinks is not None:
+        column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:2], 1)
+        return torch.cat([s, column], -1).softmax(-1)[..., :-1]
+    weights = s.softmax(-1)
+    # A row that sees nothing is NaN; only its first weight need be looked at.
+    if bool(weights[..., 0].isnan().any()):
+        blind = (s == -torch.inf).all(-1, keepdim=True)
+        weights.masked_fill_(blind, 0.0)
+    return weights
+
+
+def _row_extremes(s: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Least and largest visible logit of each row, (H, n, 1)."""
+    if seen is None:
+        return s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)
+    least = s.masked_fill(~seen, torch.inf).amin(-1, keepdim=True)
+    return least, s.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """(H, n, x) times (G, x, y), each b for H/G heads of a: (H, n, y)."""
+    heads, rows, width = a.shape
+    return (a.reshape(len(b), -1, width) @ b).view(heads, rows, -1)
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """Sum (H, ...) over the heads of each of G groups."""
+    return x.unflatten(0, (groups, -1)).sum(1)
