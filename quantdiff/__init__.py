@@ -12,17 +12,21 @@ from quantdiff.versions import VERSION
 
 if TYPE_CHECKING:
     from quantdiff.analysis.figures import plot
+    from quantdiff.calibration.calibrating import calibrate
+    from quantdiff.calibration.table import CalibrationTable
     from quantdiff.hooks import Recorder, record
     from quantdiff.models import load
     from quantdiff.statistics.profile import Profile
 
 __all__ = [
+    "CalibrationTable",
     "MissingExtraError",
     "Profile",
     "Recorder",
     "RecordingError",
     "UsageError",
     "__version__",
+    "calibrate",
     "load",
     "plot",
     "record",
@@ -31,8 +35,10 @@ __all__ = [
 __version__ = VERSION
 
 _HOME = {
+    "CalibrationTable": "quantdiff.calibration.table",
     "Profile": "quantdiff.statistics.profile",
     "Recorder": "quantdiff.hooks",
+    "calibrate": "quantdiff.calibration.calibrating",
     "load": "quantdiff.models",
     "plot": "quantdiff.analysis.figures",
     "record": "quantdiff.hooks",

@@ -26,11 +26,11 @@ class RecordingError(UsageError):
 
 
 class QuantizationError(UsageError):
-    """A model, or a call of it, that cannot be quantized as asked and is refused for that reason."""
+    """A model, or a call of it, that cannot be quantized as asked and is refused."""
 
 
 class UnknownLayoutWarning(UserWarning):
-    """Attention that calls itself differential is recorded as plain heads: how is not known."""
+    """Something of a differential model is not known: its head layout, or its λ."""
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line; a user's mistake ends with one line on stderr and exit code 2."""
-    from quantdiff.cli import convert, profile  # noqa: F401  (commands register themselves)
+    from quantdiff.cli import calibrate, convert, profile  # noqa: F401  (they register themselves)
 
     try:
         app(prog_name="quantdiff")

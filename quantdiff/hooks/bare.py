@@ -97,13 +97,21 @@ class BareCalls:
         if in_backward():
             return None
         now = self._runs.current("attention")
-        if now.stack and now.stack[-1] in self._found.inside:
-            return None  # of a backend of our own, whose heads were seen as a whole
+        if now.dispatching or (now.stack and now.stack[-1] in self._found.inside):
+            return None  # of transformers or a backend of our own; it was seen as a whole
         module = now.stack[-1] if now.stack else self._model
         if layer_of(module, self._found.layers) is None:
+            if self._found.attention:
+                return None  # of a tower beside the decoder
             raise RecordingError(
                 f"{module} attends outside of the layers {self._found.layers[0][0]} … "
                 f"{self._found.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
+            )
+        module = self._found.owner(module)
+        if now.entered[module] > 1:
+            raise RecordingError(
+                f"{module} is called several times in a forward pass and attends in them; which "
+                "attention this is cannot be told"
             )
         turn = now.turn(module, *call.tensors, copied=isinstance(call, FlashCall))
         return None if turn is None else (now, module, turn)

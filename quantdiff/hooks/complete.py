@@ -31,6 +31,9 @@ def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[st
     # A decoder half stands without its encoder: its cross-attention may stay silent.
     attention = [name for name, _ in found.attention if not is_cross(name)]
     attention += [f"{name} (heads)" for name, _ in found.heads]
+    left = next(iter(now.pending), None)
+    if left is not None:
+        raise RecordingError(f"the maps of {left} were not measured: it was never left")
     expected = attention + [name for name, _ in found.layers]
     silent = [name for name in expected if not now.fired[name]]
     if silent:

@@ -11,7 +11,8 @@ import copy
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ __all__ = [
     "AttentionCall",
     "Observer",
     "Replacement",
+    "attends_itself",
     "attention_modules",
     "hook",
     "is_hooked",
@@ -203,15 +205,40 @@ def _default_attention(caller: Any) -> Callable[..., Any] | None:
 
 
 def _asks_the_table(module_type: type) -> bool:
+    return any("ALL_ATTENTION_FUNCTIONS" in f.__code__.co_names for f in _functions(module_type))
+
+
+def attends_itself(module_type: type) -> bool:
+    """Whether a class's methods, or functions that they name, call an attention function."""
+    for function in _functions(module_type):
+        named = [function.__globals__.get(name) for name in function.__code__.co_names]
+        for known in [function, *named]:
+            code = getattr(known, "__code__", None)
+            if code is not None and _ATTENTION & _names(code):
+                return True
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    """All names in a function's code and in the functions inside it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+_ATTENTION = {"scaled_dot_product_attention", "flash_attn_func", "flash_attn_varlen_func"}
+
+
+def _functions(module_type: type) -> Iterator[Any]:
+    """The methods that torch does not bring along."""
     for kind in module_type.__mro__:
+        if kind.__module__.startswith("torch."):
+            continue
         for member in vars(kind).values():
             function = member
             while hasattr(function, "__wrapped__"):
                 function = function.__wrapped__
-            code = getattr(function, "__code__", None)
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-                return True
-    return False
+            if hasattr(function, "__code__"):
+                yield function
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from quantdiff.attention.heads import Heads
-from quantdiff.attention.layouts import layout
+from quantdiff.attention.layouts import Layout, layout
 from quantdiff.errors import RecordingError, UnknownLayoutWarning, UsageError
-from quantdiff.hooks.dispatch import attention_modules
+from quantdiff.hooks.dispatch import attends_itself, attention_modules
 from quantdiff.hooks.layers import block_list, layer_of, named_layers, owning_list
 from quantdiff.hooks.logits import HeadsOf
 from quantdiff.hooks.own import heads_modules
@@ -19,6 +21,7 @@ from quantdiff.models.families import (
     family_of,
     given_family,
     lambda_of,
+    looks_differential,
 )
 
 __all__ = ["Found", "refuse"]
@@ -34,6 +37,7 @@ class Found:
         heads: quantdiff's own attention, by the name of the module that it belongs to.
         inside: full names of all `Heads` modules.
         modules: all modules by name.
+        bare: beside modules of the dispatch, those in the layers that attend by themselves.
         entrances: the modules through which a pass may begin: the model and the decoders inside.
     """
 
@@ -77,6 +81,9 @@ class Found:
         self.inside = {name for name, m in model.named_modules() if isinstance(m, Heads)}
         self.modules = dict(model.named_modules())
         self._families: dict[str, Family] = {}
+        self._first: dict[
+            str, tuple[StorageWeakRef, int, int]
+        ] = {}  # where the queries of map 1 lie
         self._totals: dict[str, int] = {}  # query heads of modules whose maps are calls apart
         self.heads: list[tuple[str, Heads]] = []
         for name, heads in own:
@@ -89,6 +96,8 @@ class Found:
                     f"{self.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
                 )
         self.layouts(name for name, _ in self.heads)
+        self.dtypes: dict[str, torch.dtype] = {}  # of the queries that an attention module made
+        self.bare = self._bare() if self.attention else []
         self.entrances = self._entrances(model)
 
     def family(self, name: str) -> Family:
@@ -103,6 +112,37 @@ class Found:
                     self._warn(name, "fits no head layout that quantdiff knows")
             self._families[name] = known
         return known
+
+    def owner(self, module: str) -> str:
+        """The attention module that a bare call belongs to, by the module under way.
+
+        That is the nearest one around it that looks differential, or else itself: λ may stand in a
+        module whose child attends, once for each map.
+        """
+        parts = module.split(".")
+        for end in range(len(parts), 0, -1):
+            name = ".".join(parts[:end])
+            if layer_of(name, self.layers) is None:
+                break
+            known = self.modules.get(name)
+            if known is not None and (
+                looks_differential(known) or family_of(nn.Module(), known) is not None
+            ):
+                return name
+        return module
+
+    def _bare(self) -> list[str]:
+        """Modules in the layers, beside those of the dispatch, whose code calls attention."""
+        taken = {name for name, _ in self.attention} | self.inside
+        owners = tuple(f"{name}." for name, _ in self.heads)
+        return [
+            name
+            for name, module in self.modules.items()
+            if name not in taken
+            and not f"{name}.".startswith(owners)
+            and layer_of(name, self.layers) is not None
+            and attends_itself(type(module))
+        ]
 
     def part(self, name: str, turn: int, query: Tensor) -> HeadsOf | None:
         """Which heads a call computes, or None for all of the module's.
@@ -148,9 +188,31 @@ class Found:
             self._families[name] = STANDARD
             self._warn(name, f"does not fit the head layout {heads} ({error})")
             return None
+        self._check_order(name, turn, query, heads)
         kinds = heads.branches(total)
         which = tuple(head for head in range(total) if kinds[head] == turn + 1)
         return HeadsOf(turn + 1, which, total, step)
+
+    def _check_order(self, name: str, turn: int, query: Tensor, heads: Layout) -> None:
+        """Refuse two calls whose queries are views that lie otherwise than the layout has them.
+
+        Neighbours stand one head apart, each map's own heads two; where the queries were copied on
+        their way, nothing can be told.
+        """
+        storage = StorageWeakRef(query.untyped_storage())
+        place, stride = query.storage_offset(), query.stride(1)
+        if not turn:
+            self._first[name] = storage, place, stride
+        elif name in self._first and heads.name == "adjacent" and query.shape[1] > 1:
+            other, before, step = self._first.pop(name)
+            apart = place - before
+            same = other == storage and not other.expired()
+            if same and (apart <= 0 or (step, stride) != (2 * apart, 2 * apart)):
+                raise RecordingError(
+                    f"the queries of {name}'s two attention calls are not even and odd heads, as "
+                    f"the head layout {heads} has them; record(model, layout='none') records them "
+                    "as plain heads"
+                )
 
     @staticmethod
     def _repeats(query: Tensor, ratio: int) -> bool:
@@ -188,13 +250,18 @@ class Found:
                 )
         return ["/".join(kinds.get(i, {""})) for i in range(len(self.layers))]
 
+    def lam(self, name: str) -> float | None:
+        """λ of an attention module where it is one number."""
+        module = self.modules.get(name)
+        return None if module is None else lambda_of(module, self.dtypes.get(name, torch.float32))
+
     def lambdas(self, sites: Iterable[str]) -> list[float | None] | None:
         """λ of every layer where it is one number a layer; None where no layer has such a one."""
         found: list[float | None] = [None] * len(self.layers)
         for name in sites:
             layer = layer_of(name, self.layers)
             if layer is not None and found[layer] is None and name in self.modules:
-                found[layer] = lambda_of(self.modules[name])
+                found[layer] = self.lam(name)
         return None if all(value is None for value in found) else found
 
     def _entrances(self, model: nn.Module) -> list[nn.Module]:

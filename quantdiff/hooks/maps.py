@@ -1,6 +1,7 @@
 """Attention maps and λ: measured when an attention module is done, for then its λ is known."""
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from quantdiff.attention.layouts import layout
-from quantdiff.errors import RecordingError, UsageError
+from quantdiff.errors import RecordingError, UnknownLayoutWarning, UsageError
 from quantdiff.hooks.entrance import in_backward
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
 from quantdiff.hooks.logits import HeadsOf, Logits, as_multiplied
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.sequences import Batch
-from quantdiff.models.families import lambda_of, lambda_projection
+from quantdiff.models.families import lambda_projection
 from quantdiff.statistics import NonFiniteError, SiteStatistics
 from quantdiff.statistics.maps import MapStatistics, measure_maps
 from quantdiff.statistics.site import of_groups
@@ -142,6 +143,10 @@ class Maps:
                     f"NaN or infinity among the attention logits or λ of layer {layer}, "
                     f"head {error.group} ({name})"
                 ) from None
+            if call.cross:  # keys of something else have no first token of the sequence
+                for site in sites.values():
+                    site.counts["sink_rows"][:] = 0
+                    site.sums["sink"][:] = site.sums["sink_share"][:] = 0
 
     def _pairs(
         self, module: str, heads: int, now: Pass
@@ -150,10 +155,16 @@ class Maps:
         kind = layout(str(self._found.family(module).layout))
         if not kind.differential:
             return None
-        lam: float | Tensor | None = now.lambdas.get(module)
-        if kind.own_keys:
-            lam = lambda_of(self._found.modules[module]) if module in self._found.modules else None
-        return None if lam is None else (*kind.pairs(heads), lam)
+        lam = self._found.lam(module) if kind.own_keys else now.lambdas.get(module)
+        if lam is None:
+            warnings.warn(
+                f"the λ of {module} is not known: its maps are measured head by head, their "
+                "difference is not",
+                UnknownLayoutWarning,
+                stacklevel=2,
+            )
+            return None
+        return *kind.pairs(heads), lam
 
     def _places(self, batch: Batch, keys: int) -> dict[str, Any]:
         """Where sequences begin among the keys, and their spans."""
@@ -175,7 +186,24 @@ class Maps:
 
 
 def _joined(parts: list[tuple[HeadsOf, Logits]]) -> Logits:
-    """The calls of map 1 and map 2 as one over all heads, in the order of the projection."""
+    """The calls of map 1 and map 2 as one over all heads, in the order of the projection.
+
+    Raises:
+        RecordingError: they have another scale, cap, mask or bias each, or one for every head.
+    """
+    (_, one), (_, two) = parts
+    rows = one.visible.mask_rows(0, 1), None if one.bias is None else one.bias(0, 1)
+    alike = (
+        (one.scale, one.softcap) == (two.scale, two.softcap)
+        and one.visible is two.visible
+        and one.bias is two.bias
+        and one.sinks is two.sinks is None
+    )
+    if not alike or any(row is not None and row.shape[1] > 1 for row in rows):
+        raise RecordingError(
+            "the maps of a differential pair are measured where both have the same scale and mask "
+            "for all heads; record without maps"
+        )
     total = parts[0][0].total
     queries: list[Tensor] = [torch.empty(0)] * total
     keys: list[Tensor] = [torch.empty(0)] * total

@@ -67,6 +67,7 @@ class Pass:
         self.layers = layers
         self.fired: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()  # calls of each attention module
+        self.dispatching = False  # an attention function of transformers is under way
         self.stack: list[str] = []  # modules under way, the innermost last
         self.lambdas: dict[str, Tensor] = {}  # of the attention module under way, (B, h, N, 1)
         self.pending: dict[str, list[tuple[str, HeadsOf | None, Logits]]] = {}

@@ -65,9 +65,11 @@ class Recorder:
         self._poisoned: str | None = None
         self._checked: set[str] = set()
         self._kept = Kept(self._found.layers, top_k=top_k, detail=detail, compiled=compiled)
+        # Whether attention may be seen outside of transformers' dispatch.
+        self._mixed = bool(self._found.bare or self._found.heads or not self._found.attention)
         self._runs = Runs(
             [name for name, _ in self._found.layers],
-            within=contextlib.nullcontext if self._found.attention else self._watching,
+            within=self._watching if self._mixed else contextlib.nullcontext,
             check=self._check_complete,
         )
         self._lambdas = Lambdas(self._found)
@@ -87,7 +89,9 @@ class Recorder:
             dispatch.hook([module for _, module in self._found.attention], self)
             for module in self._found.entrances:
                 self._wrapped.append(Entrance(module, self._runs.around))
-            watched = self._found.attention or list(self._model.named_modules())[1:]
+            watched = self._found.attention
+            if self._mixed:
+                watched = list(self._model.named_modules())[1:]
             for name, projection in self._lambdas.modules:
                 hook = self._lambdas.hook(name, self._runs.current)
                 self._handles.append(projection.register_forward_hook(hook))
@@ -171,9 +175,10 @@ class Recorder:
     def _record(self, now: Pass, name: str, part: HeadsOf | None, call: Logits) -> None:
         """Keep what one attention call of a site shows, once."""
         now.fired[site_key(name, None if part is None else part.branch)] += 1
+        module = name.partition(" ")[0]
+        self._found.dtypes.setdefault(module, call.query.dtype)
         self._kept.logits(name, part, call, now.batch)
         if self._maps is not None:
-            module = name.partition(" ")[0]
             now.pending.setdefault(module, []).append((name, part, call))
 
     def _maps_hook(self, name: str) -> Callable[..., None]:
@@ -190,6 +195,7 @@ class Recorder:
         name = self._found.names[call.module]
         now = self._runs.current(name)
         now.fired[name] += 1  # also of a call that was seen already
+        now.dispatching = True
         turn = now.turn(name, call.query, call.key)
         if turn is None:
             return
@@ -206,6 +212,8 @@ class Recorder:
     def attended(self, call: dispatch.AttentionCall, output: Any) -> None:
         """Compare what an eager function returned with what was recorded, once a module."""
         name = self._found.names[call.module]
+        if not in_backward():
+            self._runs.current(name).dispatching = False
         if call.recorded is None or call.implementation != "eager" or name in self._checked:
             return
         if call.replaced:  # fake quantization checks what it replaces by itself

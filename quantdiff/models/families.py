@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from quantdiff.attention.layouts import layout
-from quantdiff.attention.reference import lambda_v1
 
 __all__ = [
     "FAMILIES",
@@ -25,6 +24,7 @@ __all__ = [
     "given_family",
     "lambda_of",
     "lambda_projection",
+    "looks_differential",
 ]
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -72,10 +72,11 @@ FAMILIES: dict[str, Family] = {
     "phi4flash": Family("adjacent", apart=True),
 }
 
-# By the class of the attention module: timm's, and the official ones (microsoft/unilm).
+# By the class of the attention module, behind its package where others use the name too: timm's,
+# and the official ones (microsoft/unilm), whose file people copy.
 MODULES: dict[str, Family] = {
-    "DiffAttention": Family("adjacent", apart=True),
-    "DiffParallelScalingBlock": Family("adjacent", apart=True),
+    "timm.DiffAttention": Family("adjacent", apart=True),
+    "timm.DiffParallelScalingBlock": Family("adjacent", apart=True),
     "MultiheadFlashDiff1": Family("adjacent", apart=True),
     "MultiheadFlashDiff2": Family("adjacent", apart=True),
     "MultiheadFlashDiffV2": Family(_official_v2),
@@ -84,12 +85,17 @@ MODULES: dict[str, Family] = {
 
 def family_of(model: nn.Module, module: nn.Module) -> Family | None:
     """The kind of attention that a module of a model computes; None if it is not known."""
-    known = MODULES.get(type(module).__name__)
+    kind = type(module)
+    package = kind.__module__.partition(".")[0]
+    known = MODULES.get(kind.__name__) or MODULES.get(f"{package}.{kind.__name__}")
     if known is not None:
         return known.at(module)
-    config = getattr(model, "config", None)
-    known = FAMILIES.get(str(getattr(config, "model_type", "")).lower())
-    return None if known is None else known.at(config)
+    # The module's own config first: the model may be a wrapper around several.
+    for config in (getattr(module, "config", None), getattr(model, "config", None)):
+        known = FAMILIES.get(str(getattr(config, "model_type", "")).lower())
+        if known is not None:
+            return known.at(config)
+    return None
 
 
 def given_family(name: str) -> Family:
@@ -104,25 +110,31 @@ def given_family(name: str) -> Family:
     return Family(name, apart=heads.differential and heads.own_keys and name != "halves")
 
 
-_DIFFERENTIAL = re.compile(r"differential|diff_?(att|former|transformer|head|llama|v\d)", re.I)
+_DIFFERENTIAL = re.compile(r"differential|diff[-_]?(att|former|transformer|head|llama|v\d)", re.I)
 
 
 def calls_itself_differential(model: nn.Module, module: nn.Module) -> bool:
-    """Whether names or parameters of an attention module say that it is differential."""
-    names = (
-        type(module).__name__,
-        type(model).__name__,
-        str(getattr(getattr(model, "config", None), "model_type", "")),
-    )
+    """Whether an attention module, or the model that it stands in, says that it is differential."""
+    family = str(getattr(getattr(model, "config", None), "model_type", ""))
+    named = _DIFFERENTIAL.search(type(model).__name__) or _DIFFERENTIAL.search(family)
+    return bool(named) or looks_differential(module)
+
+
+def looks_differential(module: nn.Module) -> bool:
+    """Whether a module's class or its parameters say that it is differential attention."""
     return (
-        any(_DIFFERENTIAL.search(name) for name in names)
+        bool(_DIFFERENTIAL.search(type(module).__name__))
+        or type(module).__name__ in MODULES
         or isinstance(getattr(module, VECTORS[0], None), torch.Tensor)
         or lambda_projection(module) is not None
     )
 
 
-def lambda_of(attention: nn.Module) -> float | None:
+def lambda_of(attention: nn.Module, dtype: torch.dtype = torch.float32) -> float | None:
     """λ of an attention module where it is one number, as in V1; None where it has none.
+
+    As the models compute it: each exponential in fp32, rounded to the queries' dtype before the
+    subtraction.
 
     Read from V1's four vectors, which have the same names in the official code, in DiffLlama, in
     Motif's, Phi-4's and timm's models and in quantdiff's modules, or from timm's two scalars. V2's
@@ -132,14 +144,16 @@ def lambda_of(attention: nn.Module) -> float | None:
     if init is None:
         return None
     found = [getattr(attention, name, None) for name in VECTORS]
-    vectors = [v.detach().float() for v in found if isinstance(v, torch.Tensor) and v.dim() == 1]
+    vectors = [v.detach() for v in found if isinstance(v, torch.Tensor) and v.dim() == 1]
     if len(vectors) == len(VECTORS):
         q1, k1, q2, k2 = vectors
-        return float(lambda_v1(q1, k1, q2, k2, float(init)))
+        first, second = ((q * k).float().sum().exp().to(dtype) for q, k in ((q1, k1), (q2, k2)))
+        return float(first - second + float(init))
     pair = [getattr(attention, name, None) for name in ("lambda_a", "lambda_b")]
     scalars = [s.detach().float() for s in pair if isinstance(s, torch.Tensor) and s.dim() == 0]
     if len(scalars) == len(pair):
-        return float(torch.exp(scalars[0]) - torch.exp(scalars[1]) + float(init))
+        first, second = (scalar.exp().to(dtype) for scalar in scalars)
+        return float(first - second + float(init))
     return None
 
 

@@ -25,7 +25,16 @@ from quantdiff.statistics.profile import Profile
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.top import Top
 
-__all__ = ["FORMAT", "load_profile", "save_profile", "to_json"]
+__all__ = [
+    "FORMAT",
+    "Arrays",
+    "from_arrays",
+    "load_profile",
+    "read_content",
+    "save_profile",
+    "to_arrays",
+    "to_json",
+]
 
 FORMAT = "quantdiff.profile"
 VERSION = 1
@@ -41,9 +50,9 @@ def save_profile(profile: Profile, folder: Path) -> None:
     (folder / "profile.json").unlink(missing_ok=True)
     arrays: Arrays = {}
     for kind, part in profile._parts():
-        arrays |= {f"{kind}.{name}": array for name, array in _to_arrays(part.sites).items()}
+        arrays |= {f"{kind}.{name}": array for name, array in to_arrays(part.sites).items()}
     if profile.lambdas:
-        arrays |= {f"lambda.{n}": array for n, array in _to_arrays(profile.lambdas).items()}
+        arrays |= {f"lambda.{n}": array for n, array in to_arrays(profile.lambdas).items()}
     for i, site in enumerate(profile.maps or []):
         arrays |= {f"maps.{i}.{name}": array for name, array in site.to_arrays().items()}
     write_bytes(folder / "profile.safetensors", save_tensors(arrays))
@@ -116,24 +125,39 @@ def _lambda_rows(site: SiteStatistics) -> list[dict[str, Any]]:
     ]
 
 
-def load_profile(folder: Path) -> Profile:
-    """Read both files; see `Profile.load`."""
-    path = folder / "profile.json"
+def read_content(path: Path, kind: str, newest: int, word: str) -> dict[str, Any]:
+    """The JSON file of a result, whose entry `format` is `kind` and a version.
+
+    Args:
+        path: the file.
+        kind: of the format, for example `quantdiff.profile`.
+        newest: version that can be read.
+        word: what the file holds, for messages, for example `profile`.
+
+    Raises:
+        UsageError: it is missing, broken, of another kind or of a newer version.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         name, _, version = str(content["format"]).partition("/")
-        known = name == FORMAT and version.isdigit()
+        known = name == kind and version.isdigit()
     except FileNotFoundError:
-        raise UsageError(f"{folder} holds no profile: profile.json is missing") from None
+        raise UsageError(f"{path.parent} holds no {word}: {path.name} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no readable profile: {error}") from None
+        raise UsageError(f"{path} is no readable {word}: {error}") from None
     if not known:
-        raise UsageError(f"{path} is no profile: its format is {content['format']!r}")
-    if int(version) > VERSION:
+        raise UsageError(f"{path} is no {word}: its format is {content['format']!r}")
+    if int(version) > newest:
         raise UsageError(
-            f"{path} has format version {version}, newer than this quantdiff reads ({VERSION}); "
+            f"{path} has format version {version}, newer than this quantdiff reads ({newest}); "
             "upgrade quantdiff"
         )
+    return content
+
+
+def load_profile(folder: Path) -> Profile:
+    """Read both files; see `Profile.load`."""
+    content = read_content(folder / "profile.json", FORMAT, VERSION, "profile")
     try:
         arrays = load_tensors((folder / "profile.safetensors").read_bytes())
         logits = content["attention_logits"]["sites"]
@@ -148,10 +172,10 @@ def load_profile(folder: Path) -> Profile:
             versions=content["versions"],
             command=content["command"],
             attention_logits=AttentionLogits(
-                _from_arrays("attention_logits", logits, arrays), branches
+                from_arrays("attention_logits", logits, arrays), branches
             ),
-            hidden_states=HiddenStates(_from_arrays("hidden_states", hidden, arrays)),
-            lambdas=_from_arrays("lambda", content.get("lambda", []), arrays),
+            hidden_states=HiddenStates(from_arrays("hidden_states", hidden, arrays)),
+            lambdas=from_arrays("lambda", content.get("lambda", []), arrays),
             maps=_maps(content["maps"], arrays) if "maps" in content else None,
         )
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -180,7 +204,8 @@ def _maps(described: list[dict[str, Any]], arrays: Arrays) -> list[MapStatistics
     ]
 
 
-def _to_arrays(sites: list[SiteStatistics]) -> Arrays:
+def to_arrays(sites: list[SiteStatistics]) -> Arrays:
+    """The statistics of some sites as arrays, groups after one another; names and layers not."""
     arrays: Arrays = {
         "groups": np.array([site.groups for site in sites], np.int64),
         "count": np.concatenate([site.count for site in sites]),
@@ -217,15 +242,20 @@ def _to_arrays(sites: list[SiteStatistics]) -> Arrays:
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
-def _from_arrays(
-    kind: str, described: list[dict[str, Any]], arrays: Arrays
-) -> list[SiteStatistics]:
+def from_arrays(kind: str, described: list[dict[str, Any]], arrays: Arrays) -> list[SiteStatistics]:
+    """What `to_arrays` took apart, whose names begin with `kind` and a dot.
+
+    Args:
+        kind: of the sites.
+        described: their `name` and `layer`, in order.
+        arrays: of all kinds.
+    """
     if not described:
         return []
     a = {
         name.removeprefix(f"{kind}."): array
         for name, array in arrays.items()
-        if name.startswith(kind)
+        if name.startswith(f"{kind}.")
     }
     ends = np.cumsum(a["groups"])
     starts = ends - a["groups"]

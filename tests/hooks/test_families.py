@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from quantdiff import RecordingError, UsageError, record
-from quantdiff.attention import layout
+from quantdiff.attention import DifferentialAttentionV1, layout
 from quantdiff.errors import UnknownLayoutWarning
 from tests import reference
+from tests.tiny import tiny_diffllama, tiny_llama
 
 C, D = 48, 8
 
@@ -40,8 +41,13 @@ class Base(nn.Module):
         return first - second.exp() + self.lambda_init
 
 
+TIMM = "timm.layers.diff_attention"
+
+
 class DiffAttention(Base):
     """As timm's: two calls of heads that stand side by side, values of two heads' width."""
+
+    __module__ = TIMM
 
     def __init__(self, depth, **options):
         super().__init__(6, 6, depth)
@@ -399,10 +405,19 @@ def test_the_official_v2_module(flag):
     model = make(lambda i: MultiheadFlashDiffV2(flag))
     with flash_attn([]), warnings.catch_warnings():
         warnings.simplefilter("error")
-        profile = recorded(model)
+        profile = recorded(model, maps=True)
     assert profile.model["layout"] == ("adjacent_shared" if flag else "none")
     assert profile.attention_logits.branches[1] == ([1, 2] * 4 if flag else [None] * 8)
     assert profile.attention_logits.count == 2 * 2 * 8 * 66
+    for site, block in zip(profile.attention_logits.sites, model.blocks, strict=True):
+        x = reference.logits(*block.attn.seen, D**-0.5)[:, :, CAUSAL]  # (B, H, n)
+        assert torch.allclose(torch.from_numpy(site.max).double(), x.amax((0, 2)), rtol=1e-5)
+        assert torch.allclose(torch.from_numpy(site.min).double(), x.amin((0, 2)), rtol=1e-5)
+    if flag:
+        assert [site.groups for site in profile.lambdas] == [4, 4]
+        assert [site.kind for site in profile.maps] == ["branch 1", "branch 2", "difference"] * 2
+    else:
+        assert not profile.lambdas
 
 
 # What calls itself differential and is not known
@@ -453,6 +468,8 @@ def test_heads_that_do_not_fit_are_plain_with_a_warning():
 
 def test_a_map_that_is_missing_is_refused():
     class DiffAttention(Base):
+        __module__ = TIMM
+
         def forward(self, x, mask=None):
             q, k, v = self.project(x)
             return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -465,6 +482,8 @@ def test_a_map_that_is_missing_is_refused():
 
 def test_a_map_too_many_is_refused():
     class DiffAttention(Base):
+        __module__ = TIMM
+
         def forward(self, x, mask=None):
             q, k, v = self.project(x)
             for shift in range(3):
@@ -473,6 +492,205 @@ def test_a_map_too_many_is_refused():
 
     with pytest.raises(RecordingError, match="attends more than 2 times"):
         recorded(make(lambda i: DiffAttention(6, 6)))
+
+
+class Outer(Base):
+    """λ stands here, and a child attends, once for each map."""
+
+    def __init__(self, depth):
+        super().__init__(6, 6, depth)
+        self.core = Core()
+        self.out = nn.Linear(6 * D // 2, C)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x)
+        first = self.core(q[:, 0::2], k[:, 0::2], v[:, 0::2])
+        second = self.core(q[:, 1::2], k[:, 1::2], v[:, 0::2])
+        return self.out((first - self.lam() * second).transpose(1, 2).flatten(2))
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_a_child_that_attends_for_each_map():
+    model = make(Outer)
+    with pytest.warns(UnknownLayoutWarning, match=r"blocks\.0\.attn \(Outer\)"):
+        profile = recorded(model)
+    names = [site.name for site in profile.attention_logits.sites]
+    assert names == ["blocks.0.attn", "blocks.0.attn #1", "blocks.1.attn", "blocks.1.attn #1"]
+    check(recorded(model, layout="adjacent"), model, "adjacent")
+
+
+def test_a_module_that_attends_in_several_calls_is_refused():
+    class Twice(Base):
+        def __init__(self, depth):
+            super().__init__(6, 6, depth)
+            self.core = Core()
+            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+                setattr(self, name, None)
+
+        def forward(self, x, mask=None):
+            q, k, v = self.project(x)
+            return x + (self.core(q, k, v) + self.core(k, q, v)).transpose(1, 2).flatten(2)
+
+    with pytest.raises(RecordingError, match="called several times in a forward pass"):
+        recorded(make(Twice))
+
+
+class DiffAttentionOfSomeoneElse(DiffAttention):
+    """Halves, where the name and the two calls would let one think of neighbours."""
+
+    __module__ = __name__
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x)
+        (q1, q2), (k1, k2), v = q.chunk(2, 1), k.chunk(2, 1), v[:, :3]
+        first = F.scaled_dot_product_attention(q1, k1, v, is_causal=True)
+        second = F.scaled_dot_product_attention(q2, k2, v, is_causal=True)
+        out = (first - self.lam() * second).transpose(1, 2).flatten(2)
+        return self.out(torch.cat([out, out], -1))
+
+
+def test_a_name_alone_is_no_layout():
+    model = make(DiffAttentionOfSomeoneElse)
+    with pytest.warns(UnknownLayoutWarning):
+        assert recorded(model).model["layout"] == "none"
+    with pytest.raises(RecordingError, match="not even and odd heads"):
+        recorded(model, layout="adjacent")
+
+    class DiffAttention(DiffAttentionOfSomeoneElse):
+        __module__ = TIMM
+
+    with pytest.raises(RecordingError, match="not even and odd heads"):
+        recorded(make(DiffAttention))
+
+
+def test_maps_in_the_other_order_are_refused():
+    class DiffAttention(Base):
+        __module__ = TIMM
+
+        def forward(self, x, mask=None):
+            q, k, v = self.project(x)
+            for i in (1, 0):
+                out = F.scaled_dot_product_attention(q[:, i::2], k[:, i::2], v[:, i::2])
+            return x + torch.cat([out, out], 1).transpose(1, 2).flatten(2)
+
+    with pytest.raises(RecordingError, match="not even and odd heads"):
+        recorded(make(lambda i: DiffAttention(6, 6)))
+
+
+def llama_with(attention, layer=1):
+    """A Llama one of whose layers has another attention."""
+    model = tiny_llama(hidden_size=C, num_attention_heads=6, num_key_value_heads=6)
+
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = attention
+
+        def forward(self, hidden_states, position_embeddings=None, **_):
+            if isinstance(attention, Base):
+                return self.inner(hidden_states), None
+            return self.inner(hidden_states, tuple(t[..., :4] for t in position_embeddings)), None
+
+    model.model.layers[layer].self_attn = InPlace()
+    return model.eval()
+
+
+def test_attention_of_its_own_inside_a_model_of_the_dispatch():
+    model = llama_with(MotifAttention(0))
+    ids = IDS % 200
+    with pytest.warns(UnknownLayoutWarning, match="MotifAttention"), record(model) as recorder:
+        model(ids)
+    sites = recorder.profile().attention_logits.sites
+    assert [site.name for site in sites] == [
+        "model.layers.0.self_attn", "model.layers.1.self_attn.inner",
+        "model.layers.1.self_attn.inner #1",
+    ]  # fmt: skip
+    assert [int(site.count.sum()) for site in sites] == [2 * 66 * 6, 2 * 66 * 4, 2 * 66 * 4]
+
+
+def test_our_own_attention_inside_a_model_of_the_dispatch():
+    own = DifferentialAttentionV1(C, 0, 3, rotary="half", backend="sdpa")
+    model = llama_with(own)
+    with torch.no_grad(), record(model, maps=True) as recorder:
+        model(IDS % 200)
+    profile = recorder.profile()
+    assert profile.model["layout"] == "mixed"
+    assert profile.attention_logits.branches[1] == [1, 2] * 3
+    kinds = [(site.layer, site.kind) for site in profile.maps]
+    assert kinds == [(0, "softmax"), (1, "branch 1"), (1, "branch 2"), (1, "difference")]
+
+
+def test_a_wrapped_model_keeps_its_layout():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = tiny_diffllama()
+
+        def forward(self, input_ids):
+            return self.model(input_ids=input_ids)
+
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", UnknownLayoutWarning)
+        with record(Wrapper()) as recorder:
+            recorder._model(IDS % 200)
+    assert recorder.profile().model["layout"] == "halves"
+
+
+def test_lambda_is_rounded_as_the_model_rounds_it():
+    model = tiny_diffllama().bfloat16()
+    with torch.no_grad(), record(model, maps=True) as recorder:
+        model(IDS % 200)
+    profile = recorder.profile()
+    for layer, told in zip(model.model.layers, profile.model["lambda"], strict=True):
+        a = layer.self_attn
+        pairs = ((a.lambda_q1, a.lambda_k1), (a.lambda_q2, a.lambda_k2))
+        first, second = (
+            torch.exp(torch.sum(q * k, -1, dtype=torch.float32)).to(torch.bfloat16)
+            for q, k in pairs
+        )
+        assert told == (first - second + a.lambda_init).item()
+    for site in profile.maps:
+        if site.kind == "difference":
+            lam = profile.model["lambda"][site.layer]
+            assert site.summary["row_sum"] == pytest.approx(1 - lam, abs=1e-5)
+
+
+def test_a_difference_whose_lambda_is_not_known_is_not_measured():
+    model = make(DiffAttention)
+    for block in model.blocks:
+        lam = block.attn.lam().item()
+        del block.attn.lambda_init
+        block.attn.lam = lambda lam=lam: lam
+    with pytest.warns(UnknownLayoutWarning, match=r"λ of blocks\.0\.attn is not known"):
+        profile = recorded(model, maps=True)
+    assert {site.kind for site in profile.maps} == {"softmax"}
+
+
+@pytest.mark.parametrize("what", ["scale", "mask", "mask a head"])
+def test_maps_of_pairs_that_differ_otherwise_are_refused(what):
+    class DiffAttention(Base):
+        __module__ = TIMM
+
+        def forward(self, x, mask=None):
+            q, k, v = self.project(x)
+            heads = torch.ones(1, 3, 11, 11, dtype=torch.bool).tril()
+            given = {
+                "scale": [{}, {"scale": 2.0}],
+                "mask": [{"is_causal": True}, {}],
+                "mask a head": [{"attn_mask": heads}] * 2,
+            }[what]
+            for i in (0, 1):
+                out = F.scaled_dot_product_attention(q[:, i::2], k[:, i::2], v[:, i::2], **given[i])
+            return x + torch.cat([out, out], 1).transpose(1, 2).flatten(2)
+
+    model = make(lambda i: DiffAttention(6, 6))
+    assert recorded(model).model["layout"] == "adjacent"
+    with pytest.raises(RecordingError, match="same scale and mask"):
+        recorded(model, maps=True)
 
 
 def test_an_unknown_layout_is_named():

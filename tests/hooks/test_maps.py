@@ -301,6 +301,141 @@ def test_learned_sinks_take_a_share():
         assert site.summary["row_sum_max"] < 1
 
 
+def seen_by(real, window=None):
+    """What causal attention with a sliding window, the query among it, sees: (B, N, N) bool."""
+    place = torch.arange(real.shape[1])
+    seen = (place <= place[:, None]) & real[:, None] & real[..., None]
+    return seen if window is None else seen & (place > place[:, None] - window)
+
+
+def check_eager(site, weights, seen, rel, tolerance):
+    """The measures of softmax maps against the weights that the eager model gave.
+
+    Args:
+        site: of the layer.
+        weights: (B, H, N, N), real queries or not.
+        seen: (B, N, N) bool, what a real query may attend; padding is on the left.
+        rel: bound of the relative error of a weight.
+        tolerance: absolute errors.
+    """
+    weights = weights.double()
+    hidden = ~seen & seen.any(-1, keepdim=True)
+    assert (weights.masked_select(hidden[:, None]) == 0).all()  # the model sees what the test says
+    zeros = seen.any(1).int().argmax(-1).tolist()  # each sequence's first token
+    rows, alike = [[] for _ in site.heads], []
+    for b, n in seen.any(-1).nonzero().tolist():
+        x = weights[b, :, n, seen[b, n]]  # (H, keys seen)
+        first = weights[b, :, n, zeros[b]]
+        only = bool(seen[b, n, zeros[b]]) and x.shape[1] == 1
+        for head, kept in enumerate(rows):
+            kept.append((x[head], None if only else first[head]))
+        if x.shape[1] > 1:
+            unit = nn.functional.normalize(x, dim=-1)
+            cosine = unit @ unit.T
+            alike.append((cosine.sum() - cosine.trace()) / (len(x) * (len(x) - 1)))
+    found = list(site.rows())
+    assert [row["head"] for row in found] == list(range(weights.shape[1]))
+    for row, kept in zip(found, rows, strict=True):
+        each = [x for x, _ in kept]
+        sums, norms = (torch.stack(x) for x in ([x.sum() for x in each], [x.norm() for x in each]))
+        sinks = torch.stack([first for _, first in kept if first is not None])
+        assert row["rows"] == len(each)
+        assert row["weights"] == sum(len(x) for x in each)
+        assert row["sink_rows"] == len(sinks)
+        close = {"rel": rel, "abs": tolerance}
+        for name, value in (
+            ("row_sum", sums.mean()),
+            ("row_sum_min", sums.min()),
+            ("row_sum_max", sums.max()),
+            ("sink", sinks.mean()),
+            ("context_rms_min", norms.min()),
+            ("context_rms_max", norms.max()),
+            ("context_rms_scaled", min(x.norm() * math.sqrt(len(x)) for x in each)),
+        ):
+            assert row[name] == pytest.approx(value.item(), **close), name
+        assert row["context_rms_median"] == pytest.approx(np.median(norms), rel=5e-3 + rel)
+        shares = [x / x.sum() for x in each]
+        entropy = torch.stack([-torch.xlogy(p, p).sum() for p in shares]).mean().item()
+        # Where p changes by r·p, −Σ p ln p changes by r·(−Σ p ln p + 1) at most.
+        assert row["entropy"] == pytest.approx(entropy, abs=rel * (entropy + 1) + tolerance)
+    similarity = torch.stack(alike).mean().item()
+    assert site.similarity == pytest.approx(similarity, rel=2 * rel, abs=tolerance)
+
+
+def recorded_eager(model, batch):
+    """The profile, and the maps that the same pass gave."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), record(model, maps=True, spans=SPANS) as recorder:
+        maps = model(**batch, output_attentions=True, use_cache=False).attentions
+    return recorder.profile(), maps
+
+
+def test_random_sinks_under_a_window_shorter_than_the_text():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    from tests.tiny import SETTINGS, build
+
+    config = GptOssConfig(
+        **{**SETTINGS, "head_dim": 8}, num_local_experts=2, num_experts_per_tok=1,
+        sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model, batch = build(GptOssForCausalLM, config), text()
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.model.layers:
+        sinks = layer.self_attn.sinks.data
+        sinks.copy_(torch.randn(sinks.shape, generator=generator) * 2)
+    profile, maps = recorded_eager(model, batch)
+    real = batch["attention_mask"].bool()
+    for layer, (site, weights) in enumerate(zip(profile.maps, maps, strict=True)):
+        check_eager(site, weights, seen_by(real, (5, None)[layer]), 1e-4, 1e-6)
+        # Each head's sink takes a share of its own.
+        sums = [row["row_sum"] for row in site.rows()]
+        assert max(sums) < 0.999
+        assert max(sums) - min(sums) > 0.1
+
+
+def test_a_soft_cap_under_a_window_shorter_than_the_text():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    from tests.tiny import SETTINGS, build
+
+    config = Gemma2Config(
+        **SETTINGS, head_dim=8, sliding_window=5, attn_logit_softcapping=2.0,
+        query_pre_attn_scalar=4, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model, batch = build(Gemma2ForCausalLM, config), text()
+    profile, maps = recorded_eager(model, batch)
+    real = batch["attention_mask"].bool()
+    assert profile.attention_logits.absmax > 1.9  # the cap matters
+    for layer, (site, weights) in enumerate(zip(profile.maps, maps, strict=True)):
+        check_eager(site, weights, seen_by(real, (5, None)[layer]), 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_maps_where_the_model_multiplies_in_bf16(how):
+    model, batch = BUILD["none"](), text()
+    if how == "bfloat16":
+        model = model.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        profile, maps = recorded_eager(model, batch)
+        expected = reference.Materialised(model).run([batch])
+    seen = seen_by(batch["attention_mask"].bool())
+    unit = 2.0**-9  # largest relative error of rounding to bf16
+    for layer, (site, weights) in enumerate(zip(profile.maps, maps, strict=True)):
+        # Of the rounded q and k everything is measured as in fp32.
+        exact = [
+            x.double().masked_fill(~kept, -torch.inf).softmax(-1)
+            for x, kept in expected.logits[layer]
+        ]
+        check({"softmax": site}, "none", exact, [0.0] * 3)
+        # The model's own maps begin with the same q and k, but it rounds q·kᵀ and its scaled value,
+        # by a unit of the logit each, so that a weight is off by e^(4 units), and then the weight.
+        largest = profile.attention_logits.sites[layer].absmax.max()
+        rel = math.expm1(4 * unit * largest) + unit
+        assert rel < 0.07
+        check_eager(site, weights, seen, rel, 1e-6)
+
+
 def test_without_maps_nothing_of_them_is_kept():
     model = BUILD["none"]()
     with torch.no_grad(), record(model) as recorder:
