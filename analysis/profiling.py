@@ -10,9 +10,22 @@ from quantdiff.calibration.text import TextWindows, check_vocabulary
 from quantdiff.errors import UsageError
 from quantdiff.hooks import record
 from quantdiff.models import context_length, vocabulary_size
+from quantdiff.models.families import given_family
 from quantdiff.statistics.profile import Profile
 
-__all__ = ["check_length", "profile_text"]
+__all__ = ["check_layout", "check_length", "profile_text"]
+
+
+def check_layout(name: str) -> None:
+    """Refuse a head layout that is not known.
+
+    Raises:
+        UsageError: names those that are.
+    """
+    try:
+        given_family(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def check_length(model: torch.nn.Module, seq_len: int) -> None:

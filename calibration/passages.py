@@ -34,7 +34,7 @@ def read_passages(
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError("passages need a fast tokenizer, which tells where its tokens stand")
     try:
-        lines = Path(source).read_text(encoding="utf-8").splitlines()
+        lines = Path(source).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{source} cannot be read: {error}") from None
     bos = added_bos(tokenizer)

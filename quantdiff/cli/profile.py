@@ -28,6 +28,7 @@ Examples:
 """
 
 
+TOKENS = 16384
 OWNED = (
     "profile.safetensors", "figures/layers.*", "figures/heads.*", "figures/magnitudes.*",
     "figures/maps.*",
@@ -45,7 +46,7 @@ class Detail(StrEnum):
 def profile(
     model: common.Model,
     data: common.Data = "corpus",
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of text to record.")] = 16384,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of text to record.")] = TOKENS,
     seq_len: Annotated[
         int | None,
         typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
@@ -95,10 +96,15 @@ def profile(
     from quantdiff.analysis import profiling
     from quantdiff.calibration.passages import read_passages
     from quantdiff.calibration.text import text_windows
+    from quantdiff.errors import UsageError
     from quantdiff.files import staged_folder
     from quantdiff.models import context_length, load
     from quantdiff.statistics.storage import save_profile, to_json
 
+    if passages is not None and (data != "corpus" or tokens != TOKENS):
+        raise UsageError("--passages stands in place of --data and --tokens: leave them out")
+    if layout is not None:
+        profiling.check_layout(layout)
     if as_json:
         common.silence_libraries()
     with ExitStack() as stack:

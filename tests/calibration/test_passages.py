@@ -24,7 +24,7 @@ def test_spans_are_the_tokens_of_the_answer(tmp_path, bos):
         tmp_path / "p.jsonl",
         {"text": text, "answer": "4711"},
         {"text": text, "answer": [first, first + 5]},
-        {"text": text, "answer": "e λ-man"},
+        json.dumps({"text": f"{text}\u2028", "answer": "e λ-man"}, ensure_ascii=False),
     )
     windows, spans = read_passages(path, tokenizer, seq_len=64)
     assert windows.has_bos is bos

@@ -250,6 +250,8 @@ def test_maps_and_passages(run, model, text, tmp_path):
         assert s["span_rows"] == 2 * len(site.heads)
         assert s["span_mass"] + s["rest_mass"] == pytest.approx(s["row_sum"], abs=0.5)
     refused(run("profile", model, "--passages", tmp_path / "none", "--seq-len", 60), "cannot be")
+    both = run("profile", model, "--passages", passages, "--data", text)
+    refused(both, "--passages stands in place of --data and --tokens")
 
 
 def test_a_layout_for_a_model(run, model, text):

@@ -1,0 +1,116 @@
+"""`quantdiff calibrate` as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quantdiff import CalibrationTable
+from quantdiff.cli import main
+from tests.tiny import save_tiny, tiny_diffllama
+
+TEXT = "the king and the sea and the whale in the winter " * 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny(tmp_path_factory.mktemp("model"), tiny_diffllama()))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def small(model, text, *more):
+    """Arguments of a short calibration."""
+    return ("calibrate", model, "--data", text, "--tokens", 240, "--seq-len", 30, *more)
+
+
+def refused(result, *words):
+    """Exit code 2, one sentence on stderr that has the words, no traceback."""
+    code, out, err = result
+    assert code == 2, (code, out, err)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    for word in words:
+        assert word in lines[0]
+
+
+def test_writes_a_table(run, model, text, tmp_path):
+    out = tmp_path / "run"
+    code, shown, _ = run(*small(model, text, "--out", out))
+    assert code == 0
+    assert {p.name for p in out.iterdir()} == {"calibration.json", "calibration.safetensors"}
+    table = CalibrationTable.load(out)
+    assert table.data["tokens"] == 240
+    assert table.data["sequence_length"] == 30
+    assert table.data["source"] == text
+    assert table.data["earlier_tokens"] == 180
+    assert "--seq-len 30" in table.command
+    for words in ("percentile 99.9", "mse at 4 bits", "entropy at 8 bits", "moved over the last 25%",
+                  str(out)):  # fmt: skip
+        assert words in shown
+
+
+def test_json_is_the_file(run, model, text, tmp_path):
+    code, out, _ = run(*small(model, text, "--json", "--out", tmp_path / "a"))
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "a" / "calibration.json").read_text())
+
+
+def test_warns_of_too_little_data(run, model, text):
+    code, _, err = run("calibrate", model, "--data", text, "--tokens", 12, "--seq-len", 4)
+    assert code == 0
+    assert err.count("warning: ") == 1
+    assert "too little" in err
+
+
+def test_the_default_text_is_the_training_text(run, model):
+    code, out, _ = run("calibrate", model, "--tokens", 64, "--seq-len", 32, "--json")
+    assert code == 0
+    assert json.loads(out)["data"]["source"] == "corpus:train"
+
+
+class TestRefusals:
+    def test_unknown_model(self, run):
+        refused(run("calibrate", "no-such-model"), "no-such-model")
+
+    def test_missing_text(self, run, model, tmp_path):
+        refused(run("calibrate", model, "--data", tmp_path / "none.txt"), "none.txt")
+
+    def test_seq_len_beyond_the_context(self, run, model, text):
+        refused(run("calibrate", model, "--data", text, "--seq-len", 4096), "4096", "128")
+
+    def test_another_run_in_out(self, run, model, text, tmp_path):
+        assert run(*small(model, text, "--out", tmp_path))[0] == 0
+        refused(run(*small(model, text, "--out", tmp_path)), "--overwrite")
+        assert run(*small(model, text, "--out", tmp_path, "--overwrite"))[0] == 0
+
+
+def test_help_shows_examples():
+    result = subprocess.run([sys.executable, "-m", "quantdiff", "calibrate", "--help"],
+                            capture_output=True, text=True, check=True)  # fmt: skip
+    assert "Examples" in result.stdout
+    assert "--seq-len" in result.stdout
