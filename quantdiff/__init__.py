@@ -6,7 +6,7 @@ package stays quick.
 
 from typing import TYPE_CHECKING
 
-from quantdiff.errors import MissingExtraError, RecordingError, UsageError
+from quantdiff.errors import MissingExtraError, QuantizationError, RecordingError, UsageError
 from quantdiff.lazy import lazy_names
 from quantdiff.versions import VERSION
 
@@ -16,17 +16,21 @@ if TYPE_CHECKING:
     from quantdiff.calibration.table import CalibrationTable
     from quantdiff.hooks import Recorder, record
     from quantdiff.models import load
+    from quantdiff.quantization import Scheme, fake_quantize
     from quantdiff.statistics.profile import Profile
 
 __all__ = [
     "CalibrationTable",
     "MissingExtraError",
     "Profile",
+    "QuantizationError",
     "Recorder",
     "RecordingError",
+    "Scheme",
     "UsageError",
     "__version__",
     "calibrate",
+    "fake_quantize",
     "load",
     "plot",
     "record",
@@ -38,7 +42,9 @@ _HOME = {
     "CalibrationTable": "quantdiff.calibration.table",
     "Profile": "quantdiff.statistics.profile",
     "Recorder": "quantdiff.hooks",
+    "Scheme": "quantdiff.quantization",
     "calibrate": "quantdiff.calibration.calibrating",
+    "fake_quantize": "quantdiff.quantization",
     "load": "quantdiff.models",
     "plot": "quantdiff.analysis.figures",
     "record": "quantdiff.hooks",

@@ -14,8 +14,8 @@ import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 PARTS = {
-    "environment", "log-sum-exp", "tf32", "attention", "recording", "timing", "flex recording",
-    "flex attention",
+    "environment", "log-sum-exp", "tf32", "attention", "recording", "maps", "timing",
+    "flex recording", "flex attention",
 }  # fmt: skip
 
 
@@ -60,12 +60,13 @@ def test_runs_to_its_end_on_a_cpu(tmp_path):
     assert result.stdout.splitlines()[-2] == "agreed"
 
 
-def test_without_time_everything_is_told_as_not_reached(tmp_path):
+def test_without_time_it_is_not_finished(tmp_path):
     result = run(tmp_path / "check.json", "--minutes", "0")
-    assert result.returncode == 0
+    assert result.returncode == 1
     content = json.loads((tmp_path / "check.json").read_text())
     assert {part["status"] for part in content["parts"].values()} == {"not reached"}
-    assert content["finished"]
+    assert (content["finished"], content["agreed"]) == (False, None)
+    assert result.stdout.splitlines()[-2] == "not finished"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -121,11 +122,51 @@ def test_what_fails_is_told_and_stops_nothing(script, tmp_path, monkeypatch):
     assert "the kernel said no" in rows[3]["reason"]
     assert "stopped" in rows[5]["reason"]
     assert report.content["parts"]["tf32"]["status"] == "failed"
-    assert not report.agreed
     script.run_part(report, "timing", broken, place)
     assert report.content["parts"]["timing"]["status"] == "failed"
-    report.content["agreed"] = report.agreed
+    report.end()
     text = script.table(json.loads(out.read_text()))
     assert "the kernel said no" in text
     assert "error 2 ≤ 1" in text
     assert text.endswith("NOT AGREED")
+
+
+@pytest.mark.parametrize(
+    ("change", "finished", "agreed", "text"),
+    [
+        ({}, True, True, "agreed"),
+        ({"timing": "late"}, False, None, "not finished"),  # one row of a part
+        ({"timing": None}, False, None, "not finished"),  # a part that was never begun
+        ({"timing": "wrong"}, True, False, "NOT AGREED"),
+        ({"timing": "wrong", "maps": None}, False, False, "NOT AGREED"),
+        ({"timing": "wrong and late"}, False, False, "NOT AGREED"),
+        (dict.fromkeys(PARTS, "lacking"), False, None, "not finished"),
+        (dict.fromkeys(PARTS, "telling"), False, None, "not finished"),
+    ],
+)
+def test_it_agrees_only_where_all_of_it_ran(script, tmp_path, change, finished, agreed, text):
+    def lacking():
+        raise script.MissingPartError("no such kernel")
+
+    def late():
+        raise script.NotReachedError("no time")
+
+    checks = {
+        "right": lambda: script.Found({"error": (0.5, 1.0)}),
+        "wrong": lambda: script.Found({"error": (2.0, 1.0)}),
+        "telling": lambda: script.Found(told={"a name": "GPU"}),
+        "lacking": lacking,
+        "late": late,
+    }
+    place = script.Place(torch.device("cpu"), small=True, until=time.monotonic() + 60)
+    report = script.Report(tmp_path / "check.json", "cpu", 1.0)
+    for part in script.SHARES:
+        kind = change.get(part, "right")
+        if kind is not None:
+            names = {"late": ["right", "late"], "wrong and late": ["wrong", "late"]}
+            rows = [(name, checks[name]) for name in names.get(kind, [kind])]
+            script.run_part(report, part, lambda rows=rows: rows, place)
+    report.end()
+    content = json.loads((tmp_path / "check.json").read_text())
+    assert (content["finished"], content["agreed"]) == (finished, agreed)
+    assert script.table(content).splitlines()[-1] == text

@@ -17,19 +17,22 @@ FOLDERS = {
     "statistics": ROOT / "statistics",
     "models": ROOT / "models",
     "hooks": ROOT / "hooks",
+    "quantization": ROOT / "quantization",
     "calibration": Path(quantdiff.calibration.__file__).parent,
     "analysis": Path(quantdiff.analysis.__file__).parent,
     "cli": ROOT / "cli",
 }
 COMMON = {"errors", "files", "lazy", "versions"}
+CORE = {"attention", "models", "statistics", "hooks"}
 ALLOWED = {
     "attention": set(),
     "statistics": set(),
     "models": {"attention"},
     "hooks": {"attention", "models", "statistics"},
-    "calibration": {"attention", "models", "statistics", "hooks"},
-    "analysis": {"attention", "models", "statistics", "hooks", "calibration"},
-    "cli": {"attention", "models", "statistics", "hooks", "calibration", "analysis"},
+    "quantization": CORE,
+    "calibration": CORE | {"quantization"},
+    "analysis": CORE | {"quantization", "calibration"},
+    "cli": CORE | {"quantization", "calibration", "analysis"},
 }
 
 

@@ -1,6 +1,7 @@
 """Fake quantization: grids, schemes, and the sites where they apply."""
 
 from quantdiff.quantization.grid import Grid
+from quantdiff.quantization.quantizer import FakeQuantizer, fake_quantize
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["Grid", "Scheme"]
+__all__ = ["FakeQuantizer", "Grid", "Scheme", "fake_quantize"]

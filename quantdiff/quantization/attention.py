@@ -131,8 +131,9 @@ def _blocks(
     budget = BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS << 5
     step = max(1, budget // (heads * k.shape[1]))
     grid = softmax.grid
-    if isinstance(grid, Grid) and len(grid.step) > 1:
-        grid = Grid(grid.step[b : b + 1], grid.zero[b : b + 1], grid.low, grid.high)
+    if isinstance(grid, Grid):
+        own = b if len(grid.step) > 1 else 0
+        grid = Grid(grid.step[own], grid.zero[own], grid.low, grid.high)  # (H, 1, 1)
     ends = stop.split(step)
     lasts = torch.stack([part.max() for part in ends]).tolist()
     firsts = torch.stack([part.min() for part in ends]).tolist()
@@ -161,11 +162,11 @@ def _blocks(
             if extra is not None:
                 seen = seen & extra[b if len(extra) > 1 else 0, :, :, :keys]
         if grid is not None:
-            own = grid if isinstance(grid, Grid) else grid(*_row_extremes(s, seen))
+            here = grid if isinstance(grid, Grid) else grid(*_row_extremes(s, seen))
             if slopes and softmax.clips:
-                kept = ~own.clipped(s)
+                kept = ~here.clipped(s)
                 slope = kept.to(upper) if slope is None else slope * kept
-            s = _rounded(s, own, clips=softmax.clips)
+            s = _rounded(s, here, clips=softmax.clips)
         if seen is not None:
             s.masked_fill_(~seen, -torch.inf)
         yield _Block(slice(first, last), keys, _weights(s, sinks), slope)
@@ -173,16 +174,16 @@ def _blocks(
 
 def _rounded(s: Tensor, grid: Grid, *, clips: bool) -> Tensor:
     """`grid.quantize` in place."""
-    step, zero = (x[0] if x.dim() > 3 else x for x in (grid.step, grid.zero))
     symmetric = grid.low < 0
-    s.div_(step).round_()
+    s.div_(grid.step).round_()
     if not symmetric:
-        s.add_(zero)
-    if clips:
+        s.add_(grid.zero)
+    # An asymmetric zero point is rounded, so that an end may stick out by one.
+    if clips or not symmetric:
         s.clamp_(grid.low, grid.high)
     if not symmetric:
-        s.sub_(zero)
-    return s.mul_(step)
+        s.sub_(grid.zero)
+    return s.mul_(grid.step)
 
 
 def _weights(s: Tensor, sinks: Tensor | None) -> Tensor:

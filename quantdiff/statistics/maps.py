@@ -42,7 +42,8 @@ MAP_DEFINITIONS = {
     "context_rms_scaled": "minimum of ‖w‖₂·√n; 1 or more for softmax, less only for a difference",
     "norm_gain": (
         "1 / context_rms, of differences: by how much an RMS norm over the head's output amplifies "
-        "output and gradient, for values of unit RMS; null where a row's weights are all 0"
+        "output and gradient, for values of unit RMS and without the norm's ε; null where a row's "
+        "weights are all 0"
     ),
     "similarity": (
         "of a layer and kind: mean pairwise cosine similarity of the heads' rows for one query, "

@@ -22,7 +22,7 @@ from quantdiff.models import DiffV2Config, DiffV2ForCausalLM
 from quantdiff.statistics import streaming
 from quantdiff.statistics.profile import Profile
 
-__all__ = ["recording_checks"]
+__all__ = ["FAMILIES", "padded_batch", "recording_checks", "small_model"]
 
 FAMILIES = {
     "Llama": (LlamaForCausalLM, LlamaConfig),
@@ -48,7 +48,8 @@ def recording_checks(place: Place, *, flex: bool) -> list[Check]:
     return checks
 
 
-def _model(family: str, small: bool) -> PreTrainedModel:
+def small_model(family: str, small: bool) -> PreTrainedModel:
+    """A model of two layers with the same random weights every time, on the CPU and in fp32."""
     kind, config = FAMILIES[family]
     hidden, heads = (64, 4) if small else (512, 8)
     settings: dict[str, Any] = {
@@ -65,7 +66,7 @@ def _model(family: str, small: bool) -> PreTrainedModel:
     return model
 
 
-def _batch(small: bool) -> dict[str, Tensor]:
+def padded_batch(small: bool) -> dict[str, Tensor]:
     """Three sequences, padded on the left."""
     length = 40 if small else 300
     ids = torch.randint(3, 300, (3, length), generator=torch.Generator().manual_seed(0))
@@ -108,18 +109,18 @@ def _record(
 @cache
 def _on_the_cpu(family: str, small: bool, rounded: torch.dtype) -> Profile:
     """The same weights, rounded the same way, in fp32 and eager attention."""
-    model = _model(family, small).to(rounded).float()
+    model = small_model(family, small).to(rounded).float()
     model.set_attn_implementation("eager")
-    return _record(model, _batch(small), "full")[0]
+    return _record(model, padded_batch(small), "full")[0]
 
 
 def _check(place: Place, family: str, implementation: str, dtype: torch.dtype) -> Found:
-    model = _model(family, place.small).to(place.device, dtype)
+    model = small_model(family, place.small).to(place.device, dtype)
     try:
         model.set_attn_implementation(implementation)
     except (ImportError, ValueError) as error:
         raise MissingPartError(str(error).splitlines()[0]) from None
-    batch = {name: x.to(place.device) for name, x in _batch(place.small).items()}
+    batch = {name: x.to(place.device) for name, x in padded_batch(place.small).items()}
     real = batch["attention_mask"].cpu().bool()
     hidden: list[Tensor] = []
     handles = [

@@ -69,9 +69,9 @@ def test_writes_a_table(run, model, text, tmp_path):
     assert table.data["source"] == text
     assert table.data["earlier_tokens"] == 180
     assert "--seq-len 30" in table.command
-    for words in ("percentile 99.9", "mse at 4 bits", "entropy at 8 bits", "moved over the last 25%",
-                  str(out)):  # fmt: skip
-        assert words in shown
+    words = ("percentile 99.9", "mse at 4 bits", "entropy at 8 bits", "moved over the last 25%")
+    for word in (*words, str(out)):
+        assert word in shown
 
 
 def test_json_is_the_file(run, model, text, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantdiff.attention.layouts import layout
-from quantdiff.attention.reference import differential_maps, softmax_maps
+from quantdiff.attention.reference import differential_maps, softmax_maps, sub_norm
 from quantdiff.statistics import NonFiniteError, Visible, map_rows
 from quantdiff.statistics.maps import MAP_DEFINITIONS, MapStatistics, measure_maps
 from tests import reference
@@ -353,6 +353,40 @@ def test_uniform_maps_by_hand():
     assert difference["span_share"] == pytest.approx(0.5)
     assert soft["similarity"] is None
     assert difference["negative_share"] == difference["negative_mass"] == 0
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.2, 0.8])
+def test_the_norm_gain_of_uniform_maps_over_8192_keys(lam):
+    # What V2's authors hold against V1's norm: a uniform map over n = 8,192 keys averages values of
+    # unit RMS to an RMS of 1/√n, less λ of it, and the norm brings that back to 1.
+    n = 8192
+    assert math.sqrt(n) == pytest.approx(90.5, abs=0.01)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.zeros(1, 2, 4, 8)  # a few rows of a long text, all logits 0
+    k = torch.randn(1, 2, n, 8, generator=generator)
+    sites = measure(q, k, Visible.everything(1, 4, n), lam=lam, pairs=([0], [1]))
+    row = sites["difference"].summary
+    for kind in ("branch 1", "branch 2"):
+        soft = sites[kind].summary
+        for name in ("context_rms_min", "context_rms_max"):
+            assert soft[name] == pytest.approx(1 / math.sqrt(n), rel=1e-6)
+        assert soft["context_rms_median"] == pytest.approx(1 / math.sqrt(n), rel=5e-3)
+        assert soft["context_rms_scaled"] == pytest.approx(1, rel=1e-6)
+        assert soft["entropy"] == pytest.approx(math.log(n), rel=1e-6)
+    gain = math.sqrt(n) / (1 - lam)
+    assert row["norm_gain_min"] == pytest.approx(gain, rel=1e-5)
+    assert row["norm_gain_max"] == pytest.approx(gain, rel=1e-5)
+    assert row["norm_gain_median"] == pytest.approx(gain, rel=5e-3)
+    assert row["context_rms_scaled"] == pytest.approx(1 - lam, rel=1e-5)
+    # And so it is for values: the norm's own gain, but for the ε that the official code adds.
+    values = torch.randn(n, 2048, generator=generator)
+    weights = torch.full((n,), (1 - lam) / n)
+    out = weights @ values
+    found = (sub_norm(out, None, 0.0).norm() / out.norm()).item()
+    assert found == pytest.approx(row["norm_gain_max"], rel=0.05)  # 2,048 draws: ± 1.6 %
+    with_eps = (sub_norm(out, None).norm() / out.norm()).item()
+    expected = 1 / math.sqrt(row["context_rms_min"] ** 2 + 1e-5)
+    assert with_eps == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIAL)

@@ -1,0 +1,112 @@
+"""The sites of a calibration table: copied, merged, compared, and what a merged one stands for."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from quantdiff.errors import UsageError
+from quantdiff.statistics.histogram import Histogram
+from quantdiff.statistics.site import SiteStatistics
+from quantdiff.statistics.top import Top
+
+__all__ = ["check_sites", "joined", "light", "merged", "shape"]
+
+_COORDINATES = 5  # of a logit among the largest; a table keeps none
+
+
+def light(site: SiteStatistics) -> SiteStatistics:
+    """A copy of what the observers need.
+
+    Raises:
+        UsageError: only extremes were recorded.
+    """
+    if site.histogram is None:
+        raise UsageError("a calibration needs a recording in full detail, with histograms")
+    return SiteStatistics(
+        name=site.name,
+        layer=site.layer,
+        count=site.count.copy(),
+        min=site.min.copy(),
+        max=site.max.copy(),
+        top=Top(0, _COORDINATES),
+        histogram=Histogram(
+            site.histogram.counts.copy(), site.histogram.first, site.histogram.zeros.copy()
+        ),
+    )
+
+
+def merged(*parts: list[SiteStatistics]) -> list[SiteStatistics]:
+    """The sites of all parts together, as copies."""
+    result = [light(site) for site in parts[0]]
+    for more in parts[1:]:
+        for site, further in zip(result, more, strict=True):
+            site.merge(further)
+    return result
+
+
+def shape(sites: list[SiteStatistics]) -> list[tuple[str, int, int]]:
+    """Name, layer and number of heads of each site."""
+    return [(site.name, site.layer, site.groups) for site in sites]
+
+
+def check_sites(
+    model: str, mine: list[SiteStatistics], theirs: Mapping[str, tuple[int, int]]
+) -> None:
+    """Refuse a model with other sites, name -> (layer, query heads), than those of a table.
+
+    Args:
+        model: name of the table's model, for messages.
+        mine: the table's sites.
+        theirs: the model's.
+
+    Raises:
+        UsageError: names the first difference.
+    """
+    start = f"this calibration is of another model ({model}): "
+    known = {site.name: site for site in mine}
+    for name, (layer, heads) in theirs.items():
+        if name not in known:
+            raise UsageError(f"{start}it has nothing for {name}")
+        site = known[name]
+        if site.groups != heads:
+            raise UsageError(f"{start}{name} has {site.groups} query heads there, {heads} here")
+        if site.layer != layer:
+            raise UsageError(f"{start}{name} is layer {site.layer} there, {layer} here")
+    for name in known:
+        if name not in theirs:
+            raise UsageError(f"{start}it has a site {name}, which is not here")
+
+
+def joined(
+    mine: dict[str, Any],
+    other: dict[str, Any],
+    versions: dict[str, str],
+    other_versions: dict[str, str],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The `data` and `versions` of two tables as those of one.
+
+    Tokens and sequences add up; `parts` lists the data of each, however often was merged, so that
+    it can still be told whether a text was among them; `fingerprint` is one over those of the
+    parts, where all have one.
+    """
+    parts = [part for data in (mine, other) for part in data.get("parts", [data])]
+    sources = dict.fromkeys(part["source"] for part in parts)
+    data = {
+        "source": " + ".join(sources),
+        "tokens": mine["tokens"] + other["tokens"],
+        "sequences": mine["sequences"] + other["sequences"],
+        "sequence_length": max(mine["sequence_length"], other["sequence_length"]),
+    }
+    prints = [part.get("fingerprint") for part in parts]
+    if None not in prints:
+        data["fingerprint"] = hashlib.sha256("".join(map(str, prints)).encode()).hexdigest()
+    first = [d["earlier_tokens"] for d in (mine, other) if "earlier_tokens" in d]
+    if first:
+        data["earlier_tokens"] = sum(first)
+    data["parts"] = [dict(part) for part in parts]
+    together = dict(versions)
+    for name, version in other_versions.items():
+        known = together.setdefault(name, version)
+        if version not in known.split(", "):
+            together[name] = f"{known}, {version}"
+    return data, together

@@ -1,0 +1,70 @@
+"""The site `attention_logits`: from a scheme to the grids of one attention call."""
+
+import torch
+from torch import Tensor
+
+from quantdiff.errors import QuantizationError
+from quantdiff.hooks.logits import Logits, as_multiplied
+from quantdiff.quantization.attention import Softmax
+from quantdiff.quantization.grid import Grid
+from quantdiff.quantization.scheme import Scheme
+from quantdiff.statistics import NonFiniteError
+from quantdiff.statistics.streaming import logit_extremes
+
+__all__ = ["softmax_of"]
+
+
+def softmax_of(logits: Logits, scheme: Scheme, table: object, name: str) -> Softmax:
+    """What happens between the queries and the values of one call.
+
+    Args:
+        logits: of the call.
+        scheme: for the site `attention_logits`.
+        table: a `Table`, for static ranges.
+        name: of the module.
+
+    Raises:
+        QuantizationError: NaN or infinity among the logits that count.
+    """
+    given = (logits.scale, logits.visible, logits.softcap, logits.bias)
+    if scheme.granularity == "row":
+
+        def rows(least: Tensor, most: Tensor) -> Grid:
+            return _grid(least, most, scheme, name)
+
+        return Softmax(*given, rows, clips=False)
+    if scheme.static:
+        ends = table.range(scheme, name)  # type: ignore[attr-defined]
+        least, most = (torch.from_numpy(end).to(logits.query.device)[None] for end in ends)
+        if least.shape[1] != logits.query.shape[1]:
+            raise QuantizationError(
+                f"the table holds ranges of {least.shape[1]} heads for {name}, which has "
+                f"{logits.query.shape[1]}"
+            )
+    else:
+        try:
+            least, most = logit_extremes(
+                *as_multiplied(logits.query.detach(), logits.key.detach()),
+                logits.scale,
+                logits.visible,
+                softcap=logits.softcap,
+                bias=logits.bias,
+            )  # (B, H)
+        except NonFiniteError as error:
+            raise QuantizationError(
+                f"NaN or infinity among the attention logits of {name}, head {error.group}"
+            ) from None
+        if scheme.granularity == "tensor":
+            heads = least.shape[1]
+            least = least.amin(1, keepdim=True).expand(-1, heads)
+            most = most.amax(1, keepdim=True).expand(-1, heads)
+    return Softmax(
+        *given, _grid(least[..., None, None], most[..., None, None], scheme, name), scheme.static
+    )
+
+
+def _grid(least: Tensor, most: Tensor, scheme: Scheme, name: str) -> Grid:
+    try:
+        return Grid.of(least, most, scheme.bits, scheme.symmetric)
+    except ValueError:
+        raise QuantizationError(f"NaN or infinity among the attention logits of {name}") from None

@@ -1,0 +1,250 @@
+"""`fake_quantize`: a model computes with quantized values for the time of a `with` block."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quantdiff.attention.heads import Heads
+from quantdiff.errors import QuantizationError, UsageError
+from quantdiff.hooks import dispatch
+from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
+from quantdiff.hooks.found import Found, refuse
+from quantdiff.hooks.layers import is_cross
+from quantdiff.hooks.logits import Logits, as_multiplied
+from quantdiff.hooks.masks import read_heads
+from quantdiff.hooks.own import HeadsCall
+from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.reading import read_call
+from quantdiff.hooks.runs import Runs
+from quantdiff.quantization.attention import Softmax, attend
+from quantdiff.quantization.logits import softmax_of
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["FakeQuantizer", "Table", "fake_quantize"]
+
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class Table(Protocol):
+    """Static ranges, from a calibration; `quantdiff.CalibrationTable` is one."""
+
+    def range(self, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Least and largest value of each head of a site, (H,) fp32 each."""
+
+    def check_model(self, sites: dict[str, tuple[int, int]]) -> None:
+        """Refuse a model whose sites, by name with layer and heads, are others."""
+
+
+class _Runs(Runs):
+    """The passes of a quantized model; recordings have their own."""
+
+
+class FakeQuantizer:
+    """Quantizes a model's attention logits while it is entered as a context. See `fake_quantize`.
+
+    Attributes:
+        scheme: what is done to the logits, or None where nothing is.
+    """
+
+    def __init__(self, model: nn.Module, schemes: tuple[Scheme, ...], table: Table | None) -> None:
+        sites = [scheme.site for scheme in schemes]
+        for site in sites:
+            if sites.count(site) > 1:
+                raise UsageError(
+                    f"two schemes for {site}: a site is quantized in one way at a time"
+                )
+        active = [scheme for scheme in schemes if scheme.quantizes]
+        self.scheme = active[0] if active else None
+        self._model, self._table = model, table
+        self._wrapped: list[Entrance] = []
+        self._handles: list[Any] = []
+        self._checked: set[str] = set()
+        self._forwards: list[Heads] = []
+        if self.scheme is None:
+            return
+        if self.scheme.static and table is None:
+            raise UsageError(
+                f"the range {self.scheme.range} comes from a calibration: give table=…, as "
+                "quantdiff.calibrate makes it"
+            )
+        refuse(model)
+        self._found = Found(model, None)
+        if not self._found.attention and not self._found.heads:
+            raise QuantizationError(
+                f"{type(model).__name__} has no attention that can be quantized: neither modules "
+                "of transformers' attention dispatch nor of quantdiff.attention"
+            )
+        if self._found.bare:
+            raise QuantizationError(
+                f"{self._found.bare[0]} computes attention by itself, where it cannot be quantized"
+            )
+        self._runs = _Runs(
+            [name for name, _ in self._found.layers],
+            within=contextlib.nullcontext,
+            check=self._check_complete,
+        )
+        if table is not None and self.scheme.static:
+            table.check_model(self._sites())
+
+    def __enter__(self) -> Self:
+        if self.scheme is None:
+            return self
+        if is_entered(self._model, _Runs) or any(
+            dispatch.is_replaced(module) for _, module in self._found.attention
+        ):
+            raise QuantizationError(
+                f"the {self.scheme.site} of this model are quantized already; leave that context "
+                "before another begins"
+            )
+        try:
+            dispatch.replace([module for _, module in self._found.attention], self._call)
+            for module in self._found.entrances:
+                self._wrapped.append(Entrance(module, self._runs.around))
+            for name, heads in self._found.heads:
+                self._forwards.append(heads)
+                heads.forward = self._heads(name, heads)  # type: ignore[method-assign]
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        if self.scheme is None:
+            return
+        dispatch.restore([module for _, module in self._found.attention])
+        for heads in self._forwards:
+            heads.__dict__.pop("forward", None)
+        for entrance in reversed(self._wrapped):
+            entrance.remove()
+        self._forwards.clear()
+        self._wrapped.clear()
+
+    def _sites(self) -> dict[str, tuple[int, int]]:
+        """Layer and query heads of every site whose count a config or a module tells."""
+        from quantdiff.hooks.layers import layer_of
+
+        sites = {}
+        for name, module in [*self._found.attention, *self._found.heads]:
+            if is_cross(name):
+                continue
+            owner = self._found.modules[name]
+            heads = getattr(owner, "query_heads", None)
+            if heads is None:
+                heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+            layer = layer_of(name, self._found.layers)
+            if layer is not None and isinstance(heads, int):
+                sites[name] = layer, heads
+        return sites
+
+    def _check_complete(self, now: Pass) -> None:
+        names = [name for name, _ in [*self._found.attention, *self._found.heads]]
+        silent = [name for name in names if not now.fired[name] and not is_cross(name)]
+        if silent:
+            raise QuantizationError(
+                f"{len(silent)} attention modules did not run in a forward pass, the first is "
+                f"{silent[0]}; they would not be quantized"
+            )
+
+    def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
+        """Compute a call of transformers' dispatch."""
+        name = self._found.names[call.module]
+        if is_cross(name):
+            return real()
+        if call.options.get("dropout"):
+            raise QuantizationError(
+                f"{name} drops attention weights out; quantized attention does not: set its "
+                "attention dropout to 0"
+            )
+        now = self._runs.current(name)
+        now.fired[name] += 1
+        logits = read_call(call, now, cross=False)
+        if name not in self._checked:
+            self._compare(name, real(), logits, value, now)
+        out = self._attend(name, logits, value)
+        return out.transpose(1, 2).contiguous(), None  # (B, N, H, w)
+
+    def _heads(self, name: str, heads: Heads) -> Callable[..., Tensor]:
+        """The forward of one of quantdiff's own modules."""
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> Tensor:
+            now = self._runs.current(name)
+            now.fired[name] += 1
+            call = HeadsCall(heads, (query, key, value, kept), {})
+            visible, _ = now.visible(call, lambda: read_heads(call))
+            sources = heads.layout.key_heads(query.shape[1], key.shape[1])
+            values = heads.layout.value_heads(query.shape[1], value.shape[1])
+            wide = torch.cat([value[:, list(part)] for part in zip(*values, strict=True)], -1)
+            logits = Logits(query, key[:, sources], heads.scale, visible)
+            return self._attend(name, logits, wide)
+
+        return forward
+
+    def _attend(self, name: str, logits: Logits, value: Tensor) -> Tensor:
+        assert self.scheme is not None
+        query, key = as_multiplied(logits.query, logits.key)
+        out = attend(
+            query, key, value, softmax_of(logits, self.scheme, self._table, name),
+            logits.sinks,
+        )  # fmt: skip
+        if not bool(torch.isfinite(out).all()):
+            raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
+        return out
+
+    def _compare(self, name: str, output: Any, logits: Logits, value: Tensor, now: Pass) -> None:
+        """Once a module: without quantization, the output is the model's own.
+
+        Raises:
+            QuantizationError: something between q·kᵀ and the values is not known.
+        """
+        self._checked.add(name)
+        if in_backward():
+            return
+        theirs = (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
+        with torch.no_grad():
+            plain = Softmax(logits.scale, logits.visible, logits.softcap, logits.bias)
+            query, key = as_multiplied(logits.query, logits.key)
+            ours = attend(query, key, value, plain, logits.sinks)
+        if theirs.shape != ours.shape:
+            raise QuantizationError(
+                f"the attention of {name} gives {tuple(theirs.shape)} where {tuple(ours.shape)} is "
+                "known"
+            )
+        real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
+        gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
+        size = torch.where(real, theirs.float().abs(), 0.0).max()
+        if float(gap) > _CLOSE.get(logits.query.dtype, 5e-2) * (1e-3 + float(size)):
+            raise QuantizationError(
+                f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
+                "the values; something in between is not known to quantdiff"
+            )
+
+
+def fake_quantize(model: nn.Module, *schemes: Scheme, table: Table | None = None) -> FakeQuantizer:
+    """Compute a model with quantized values within a `with` block.
+
+    Attention logits are rounded to their grid between q·kᵀ and softmax, for every backend; no
+    tensor of n×n elements is held. Gradients are straight-through.
+
+    Args:
+        model: a transformers model whose attention goes through the attention dispatch, or one
+            with modules of `quantdiff.attention`.
+        schemes: one a site; 16 bits, or none, change nothing.
+        table: static ranges, from `quantdiff.calibrate`.
+
+    Returns:
+        A context; the model computes as before when it is left, also by an exception.
+
+    Raises:
+        UsageError: two schemes for one site, a static range without a table, or the table of
+            another model.
+        QuantizationError: the model cannot be quantized rightly, or is quantized already.
+        RecordingError: in a forward pass, a mask or a keyword that is not known.
+    """
+    return FakeQuantizer(model, schemes, table)

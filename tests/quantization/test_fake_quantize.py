@@ -1,0 +1,416 @@
+"""Quantized attention against everything materialised in fp64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantdiff import (
+    QuantizationError,
+    RecordingError,
+    Scheme,
+    UsageError,
+    fake_quantize,
+    record,
+)
+from quantdiff.attention import layout
+from quantdiff.hooks.logits import Logits
+from quantdiff.quantization import attention
+from quantdiff.quantization.attention import attend
+from quantdiff.quantization.logits import softmax_of
+from quantdiff.statistics import Visible
+from tests import reference
+from tests.hooks.test_differential import OWN, Small
+from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
+
+SITE = "attention_logits"
+BACKENDS = ("eager", "sdpa", "flex_attention")
+
+
+class Fixed:
+    """A table with the ranges that a test wants."""
+
+    def __init__(self, least, most):
+        self.least, self.most = least, most
+
+    def range(self, scheme, name):
+        return self.least, self.most
+
+    def check_model(self, sites):
+        pass
+
+
+def grid_of(least, most, bits, symmetric):
+    """step, zero point, low and high, in fp64 but for the step, which is stored as fp32."""
+    least, most = float(min(least, 0)), float(max(most, 0))
+    if symmetric:
+        high = 2 ** (bits - 1) - 1
+        step = float(np.float32(max(-least, most) / high)) or 1.0
+        return step, 0, -high, high
+    high = 2**bits - 1
+    step = float(np.float32((most - least) / high)) or 1.0
+    return step, round(-least / step), 0, high
+
+
+def materialised(q, k, v, scheme, seen, scale, table=None):
+    """Output, share of logits near a rounding boundary by row, number of clipped logits."""
+    x = reference.logits(q, k, scale)  # (B, H, N, M)
+    seen = seen.expand(x.shape)
+    quantized, near = x.clone(), torch.zeros_like(x, dtype=torch.bool)
+    clipped = 0
+    for b in range(len(x)):
+        for h in range(x.shape[1]):
+            for n in range(x.shape[2]):
+                group = {
+                    "tensor": (x[b], seen[b]),
+                    "head": (x[b, h], seen[b, h]),
+                    "row": (x[b, h, n], seen[b, h, n]),
+                }[scheme.granularity]
+                if table is not None:
+                    least, most = table.least[h], table.most[h]
+                elif group[1].any():
+                    values = group[0][group[1]]
+                    least, most = values.min(), values.max()
+                else:
+                    continue
+                step, zero, low, high = grid_of(least, most, scheme.bits, scheme.symmetric)
+                y = x[b, h, n] / step
+                integers = y.round() + zero
+                inside = integers.clamp(low, high)
+                clipped += int(((integers != inside) & seen[b, h, n]).sum())
+                quantized[b, h, n] = (inside - zero) * step
+                near[b, h, n] = ((y - y.floor() - 0.5).abs() < 1e-4) & seen[b, h, n]
+    weights = quantized.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+    v = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return weights @ v, near, clipped
+
+
+def ours(q, k, v, scheme, visible, scale, table=None):
+    logits = Logits(q, k, scale, visible)
+    return attend(q, k, v, softmax_of(logits, scheme, table, "here"))
+
+
+def compare(q, k, v, scheme, visible, seen, scale, table=None, tolerance=1e-5):
+    expected, near, clipped = materialised(q, k, v, scheme, seen, scale, table)
+    found = ours(q, k, v, scheme, visible, scale, table).double()
+    unsure = near.any(-1, keepdim=True)
+    assert near.sum() <= 0.01 * seen.expand(near.shape).sum() + 2
+    gap = torch.where(unsure, 0.0, (found - expected).abs())
+    assert float(gap.max()) <= tolerance * float(v.abs().max())
+    return clipped
+
+
+def case(seed, batch, heads, groups, rows, keys, width, dtype=torch.float32, size=2.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(h, n):
+        return (torch.randn(batch, h, n, width, generator=generator) * size).to(dtype)
+
+    return make(heads, rows), make(groups, keys), make(groups, keys)
+
+
+def padded(batch, rows, pads):
+    """Left padding of each sequence: the visibility and the same as a mask."""
+    visible = Visible.causal(batch, rows, rows)
+    seen = torch.ones(rows, rows, dtype=torch.bool).tril().repeat(batch, 1, 1, 1)
+    for b, pad in enumerate(pads):
+        visible.start[b] = pad
+        visible.stop[b, :pad] = 0
+        seen[b, :, :pad] = False
+        seen[b, :, :, :pad] = False
+    return visible, seen
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("granularity", ["tensor", "head", "row"])
+def test_dynamic_ranges(granularity, bits, symmetric):
+    q, k, v = case(bits, 2, 4, 2, 21, 21, 16)
+    visible, seen = padded(2, 21, (0, 6))
+    scheme = Scheme(SITE, bits, granularity=granularity, symmetric=symmetric)
+    assert compare(q, k, v, scheme, visible, seen, 0.25) == 0
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_static_ranges_clip(bits, symmetric):
+    q, k, v = case(bits, 2, 4, 2, 21, 21, 16)
+    visible, seen = padded(2, 21, (0, 6))
+    table = Fixed(np.float32([-3, -2, -1, -4]), np.float32([2, 2.5, 3, 1]))
+    scheme = Scheme(SITE, bits, "absmax", "head", symmetric)
+    clipped = compare(q, k, v, scheme, visible, seen, 0.25, table)
+    assert clipped > 0
+    # The number of clipped logits, by the grid itself.
+    x = reference.logits(q, k, 0.25).float()
+    logits = Logits(q, k, 0.25, visible)
+    grid = softmax_of(logits, scheme, table, "here").grid
+    assert int((grid.clipped(x) & seen).sum()) == pytest.approx(clipped, abs=2)
+
+
+@given(
+    seed=st.integers(0, 10**6), bits=st.integers(2, 8), symmetric=st.booleans(),
+    granularity=st.sampled_from(["tensor", "head", "row"]), groups=st.sampled_from([1, 2, 4]),
+    rows=st.integers(1, 20), past=st.integers(0, 6), pad=st.integers(0, 19),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    small=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_any_shape(seed, bits, symmetric, granularity, groups, rows, past, pad, dtype, small):
+    before = attention.BLOCK_ELEMENTS
+    attention.BLOCK_ELEMENTS = 64 if small else before
+    try:
+        keys = rows + past
+        q, k, v = case(seed, 2, 4, groups, rows, keys, 8, dtype)
+        visible = Visible.causal(2, rows, keys)
+        seen = torch.ones(rows, keys, dtype=torch.bool).tril(past).repeat(2, 1, 1, 1)
+        pad = min(pad, keys - 1)
+        visible.start[1] = pad
+        seen[1, :, :, :pad] = False
+        scheme = Scheme(SITE, bits, granularity=granularity, symmetric=symmetric)
+        rounding = 1e-5 if dtype == torch.float32 else 1e-2
+        compare(q, k, v, scheme, visible, seen, 0.3, tolerance=rounding)
+    finally:
+        attention.BLOCK_ELEMENTS = before
+
+
+def test_padding_batch_size_and_order_change_nothing():
+    q, k, v = case(0, 3, 4, 2, 24, 24, 8)
+    visible, _ = padded(3, 24, (0, 9, 0))
+    for granularity in ("tensor", "head", "row"):
+        scheme = Scheme(SITE, 4, granularity=granularity)
+        whole = ours(q, k, v, scheme, visible, 0.3)
+        turned = Visible(visible.start.flip(0), visible.stop.flip(0))
+        back = ours(*(x.flip(0) for x in (q, k, v)), scheme, turned, 0.3).flip(0)
+        assert torch.equal(whole, back)
+        alone = ours(*(x[1:2, :, 9:] for x in (q, k, v)), scheme, Visible.causal(1, 15, 15), 0.3)
+        torch.testing.assert_close(whole[1:2, :, 9:], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "row"])
+def test_gradients_are_straight_through(granularity):
+    q, k, v = (x.double().requires_grad_() for x in case(3, 2, 4, 2, 13, 13, 8, size=1.0))
+    visible, seen = padded(2, 13, (0, 4))
+    scheme = Scheme(SITE, 4, granularity=granularity)
+    out = ours(q, k, v, scheme, visible, 0.4)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double()
+    found = torch.autograd.grad(out, (q, k, v), weight)
+    # The same with rounding as x + (rounded − x).detach().
+    x = torch.einsum("bhnd,bhmd->bhnm", q, k.repeat_interleave(2, 1)) * 0.4
+    with torch.no_grad():
+        softmax = softmax_of(Logits(q, k, 0.4, visible), scheme, None, "here")
+        grid = softmax.grid
+        if granularity == "row":
+            low = x.masked_fill(~seen, torch.inf).amin(-1, keepdim=True)
+            grid = grid(low, x.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True))
+        rounded = grid.quantize(x)
+    y = (x + (rounded - x).detach()).masked_fill(~seen, -torch.inf)
+    weights = torch.where(seen.any(-1, keepdim=True), y, 0.0).softmax(-1)
+    weights = torch.where(seen, weights, 0.0)
+    plain = weights @ v.repeat_interleave(2, 1)
+    expected = torch.autograd.grad(plain, (q, k, v), weight)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_a_clipped_logit_passes_no_gradient():
+    q, k, v = (x.double().requires_grad_() for x in case(3, 1, 1, 1, 5, 5, 8))
+    table = Fixed(np.float32([-1e-9]), np.float32([1e-9]))
+    out = ours(q, k, v, Scheme(SITE, 4, "absmax"), Visible.causal(1, 5, 5), 0.4, table)
+    of_q, of_k, of_v = torch.autograd.grad(out.sum(), (q, k, v))
+    assert of_q.abs().max() == of_k.abs().max() == 0
+    assert of_v.abs().min() > 0
+
+
+# Whole models
+
+
+def batch():
+    ids = tiny_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+MODELS = {
+    "llama": lambda: tiny_llama(num_attention_heads=8, num_key_value_heads=4),
+    "diffllama": lambda: tiny_diffllama(num_attention_heads=8, num_key_value_heads=4),
+    "diff_v2": lambda: tiny_diff_v2(num_attention_heads=8, num_key_value_heads=2, head_dim=8),
+}
+
+
+def eager_quantized(model, scheme):
+    """A forward whose eager function quantizes the materialised logits."""
+    import importlib
+
+    module = importlib.import_module(type(model).__module__)
+    real = module.eager_attention_forward
+
+    def attend(attention, query, key, value, attention_mask, scaling, **kwargs):
+        seen = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+        # A row of padding is filled to see everything; it sets no range.
+        seen = seen & batch()["attention_mask"].bool()[:, None, :, None]
+        out, _, _ = materialised(query, key, value, scheme, seen, scaling)
+        return out.float().transpose(1, 2), None
+
+    module.eager_attention_forward = attend
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return model(**batch()).logits
+    finally:
+        module.eager_attention_forward = real
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "row"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, granularity):
+    model, real = MODELS[name](), batch()["attention_mask"].bool()
+    scheme = Scheme(SITE, 6, granularity=granularity)
+    expected = eager_quantized(model, scheme)[real]
+    for backend in BACKENDS:
+        model.set_attn_implementation(backend)
+        with torch.no_grad():
+            plain = model(**batch()).logits
+            with fake_quantize(model, scheme):
+                found = model(**batch()).logits[real]
+            assert torch.equal(model(**batch()).logits, plain)
+        # Rounding is chaotic in depth: most tokens agree, and what was done is felt.
+        agree = ((found - expected).abs().amax(-1) < 1e-3).float().mean()
+        assert agree > 0.5
+        assert (found - plain[real]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_our_own_modules(name):
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN[name](i, "sdpa"), layers=1).eval()
+    module = model.blocks[0].attention
+    given = batch()
+    scheme = Scheme(SITE, 5)
+    caught = {}
+    heads = module.heads
+    heads.register_forward_hook(lambda m, args, out: caught.update(args=args, out=out))
+    with torch.no_grad():
+        before = model(**given)
+        with fake_quantize(model, scheme):
+            model(**given)
+        assert torch.equal(model(**given), before)
+        with fake_quantize(model, scheme):
+            model(**given)
+    q, k, v, kept = caught["args"]
+    kinds = layout(name)
+    k = k[:, kinds.key_heads(q.shape[1], k.shape[1])]
+    parts = zip(*kinds.value_heads(q.shape[1], v.shape[1]), strict=True)
+    v = torch.cat([v[:, list(part)] for part in parts], -1)
+    kept = kept.bool()
+    seen = (
+        torch.ones(20, 20, dtype=torch.bool).tril() & kept[:, None, None] & kept[:, None, :, None]
+    )
+    expected, near, _ = materialised(q, k, v, scheme, seen, heads.scale)
+    gap = torch.where(near.any(-1, keepdim=True), 0.0, (caught["out"] - expected).abs())
+    assert gap.max() < 1e-4
+
+
+def test_sixteen_bits_change_nothing():
+    model = MODELS["llama"]()
+    with torch.no_grad():
+        plain = model(**batch()).logits
+        with fake_quantize(model, Scheme(SITE, 16)):
+            assert torch.equal(model(**batch()).logits, plain)
+        with fake_quantize(model):
+            assert torch.equal(model(**batch()).logits, plain)
+
+
+def test_recording_while_quantizing_sees_the_logits_before():
+    model = MODELS["diff_v2"]()
+    scheme = Scheme(SITE, 3)
+    with torch.no_grad(), record(model) as recorder:
+        model(**batch())
+    plain = recorder.profile()
+    for outer in (True, False):
+        first, second = (record(model), fake_quantize(model, scheme))
+        with torch.no_grad(), first if outer else second, second if outer else first:
+            model(**batch())
+        seen = first.profile()
+        assert seen.attention_logits.count == plain.attention_logits.count
+        # In the first layer nothing was quantized before.
+        a, b = seen.attention_logits.sites[0], plain.attention_logits.sites[0]
+        assert np.array_equal(a.max, b.max)
+        assert not np.array_equal(
+            seen.attention_logits.sites[1].max, plain.attention_logits.sites[1].max
+        )
+
+
+def test_two_contexts_on_one_site_are_refused():
+    model = MODELS["llama"]()
+    with (
+        fake_quantize(model, Scheme(SITE, 8)),
+        pytest.raises(QuantizationError, match="quantized already"),
+        fake_quantize(model, Scheme(SITE, 4)),
+    ):
+        pass
+    with pytest.raises(UsageError, match="two schemes for attention_logits"):
+        fake_quantize(model, Scheme(SITE, 8), Scheme(SITE, 4))
+    with torch.no_grad(), fake_quantize(model, Scheme(SITE, 8)):
+        model(**batch())
+
+
+def test_an_exception_leaves_the_model_as_it_was():
+    model = MODELS["llama"]()
+
+    def state():
+        return {
+            name: (sorted(vars(m)), type(vars(m).get("config")))
+            for name, m in model.named_modules()
+        }
+
+    before = state()
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), fake_quantize(model, Scheme(SITE, 8)):
+        model(**batch())
+    handle.remove()
+    assert state() == before
+
+
+def test_a_static_range_needs_a_table():
+    with pytest.raises(UsageError, match=r"the range mse comes from a calibration: give table="):
+        fake_quantize(MODELS["llama"](), Scheme(SITE, 8, "mse"))
+
+
+def test_nan_is_refused_with_its_layer():
+    model = MODELS["llama"]()
+    model.model.layers[1].self_attn.q_proj.weight.data[0] = float("nan")
+    for granularity in ("tensor", "row"):
+        scheme = Scheme(SITE, 8, granularity=granularity)
+        with (
+            torch.no_grad(),
+            pytest.raises(QuantizationError, match=r"NaN or infinity .*model\.layers\.1"),
+            fake_quantize(model, scheme),
+        ):
+            model(**batch())
+
+
+def test_attention_that_is_something_else_is_refused():
+    import transformers.models.llama.modeling_llama as module
+
+    model, real = MODELS["llama"](), module.eager_attention_forward
+    model.set_attn_implementation("eager")
+    module.eager_attention_forward = lambda *args, **kwargs: (2 * real(*args, **kwargs)[0], None)
+    try:
+        with (
+            pytest.raises((QuantizationError, RecordingError), match="something in between"),
+            fake_quantize(model, Scheme(SITE, 8)),
+        ):
+            model(**batch())
+    finally:
+        module.eager_attention_forward = real
+
+
+def test_training_under_quantization():
+    model = MODELS["diffllama"]()
+    with fake_quantize(model, Scheme(SITE, 4)):
+        given = batch()
+        model(**given, labels=given["input_ids"]).loss.backward()
+    gradients = [p.grad for name, p in model.named_parameters() if "q_proj" in name]
+    assert all(torch.isfinite(g).all() and g.abs().max() > 0 for g in gradients)
