@@ -6,7 +6,7 @@ Such a model calls torch's scaled_dot_product_attention, or flash-attn, by itsel
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.entrance import in_backward
@@ -21,17 +21,29 @@ from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
 
 __all__ = ["BareCalls"]
 
-Record = Callable[[Pass, str, HeadsOf | None, Logits], None]
+Call = SdpaCall | FlashCall
+# Takes a call, and may give what it computes: (pass, site, heads, logits, call).
+Take = Callable[[Pass, str, HeadsOf | None, Logits, Call], Tensor | None]
 
 
 class BareCalls:
-    """Sees the attention calls of a model and hands each of them to `record` once."""
+    """Sees the attention calls of a model and hands them to `take`.
 
-    def __init__(self, model: nn.Module, found: Found, runs: Runs, record: Record) -> None:
+    Args:
+        model, found, runs: what is looked at.
+        take: is given each call.
+        again: also those with queries and keys that it was given already, as differential attention
+            makes for each half of V.
+    """
+
+    def __init__(
+        self, model: nn.Module, found: Found, runs: Runs, take: Take, *, again: bool = False
+    ) -> None:
         self._model = type(model).__name__
         self._found = found
         self._runs = runs
-        self._record = record
+        self._take = take
+        self._again = again
         self._cross: set[str] = set()
 
     @contextmanager
@@ -44,10 +56,10 @@ class BareCalls:
             else:
                 yield
 
-    def _sdpa(self, call: SdpaCall) -> None:
+    def _sdpa(self, call: SdpaCall) -> Tensor | None:
         place = self._place(call)
         if place is None:
-            return
+            return None
         now, module, turn = place
         queries, keys = call.query.shape[2], call.key.shape[2]
         part = self._found.part(module, turn, call.query)
@@ -63,9 +75,9 @@ class BareCalls:
         cross = name in self._cross
         visible, bias = now.visible(call, lambda: read_sdpa(call))
         scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        self._record(
+        return self._take(
             now, f"{name} (cross-attention)" if cross else name, part,
-            Logits(call.query, call.key, float(scale), visible, bias=bias, cross=cross),
+            Logits(call.query, call.key, float(scale), visible, bias=bias, cross=cross), call,
         )  # fmt: skip
 
     def _flash(self, call: FlashCall) -> None:
@@ -84,12 +96,13 @@ class BareCalls:
         part = self._found.part(module, turn, call.query)
         name = f"{module} #{turn}" if turn and part is None else module
         visible, bias = now.visible(call, lambda: read_flash(call, now.batch))
-        self._record(
+        self._take(
             now, name, part,
             Logits(call.query, call.key, call.scale, visible, softcap=call.softcap, bias=bias),
+            call,
         )  # fmt: skip
 
-    def _place(self, call: SdpaCall | FlashCall) -> tuple[Pass, str, int] | None:
+    def _place(self, call: Call) -> tuple[Pass, str, int] | None:
         """The pass, the module and how many other attentions it has computed in this call of it.
 
         None for what was seen already or is seen elsewhere.
@@ -113,5 +126,6 @@ class BareCalls:
                 f"{module} is called several times in a forward pass and attends in them; which "
                 "attention this is cannot be told"
             )
-        turn = now.turn(module, *call.tensors, copied=isinstance(call, FlashCall))
-        return None if turn is None else (now, module, turn)
+        copied = isinstance(call, FlashCall)
+        turn, fresh = now.place(module, *call.tensors, copied=copied)
+        return (now, module, turn) if fresh or self._again else None

@@ -81,16 +81,24 @@ class Pass:
         None if it has attended with the same queries and keys already: differential attention does,
         once for each half of V. Where they are `copied` for each call, their values decide.
         """
+        number, fresh = self.place(module, query, key, copied=copied)
+        return number if fresh else None
+
+    def place(
+        self, module: str, query: Tensor, key: Tensor, *, copied: bool = False
+    ) -> tuple[int, bool]:
+        """The number of an attention in this call of its module, and whether it is a new one."""
         call = self.entered[module]
         number, pairs = self._seen.get(module, (call, []))
         if number != call:
             pairs = []
         self._seen[module] = (call, pairs)
-        if any(q.is_of(query) and k.is_of(key) for q, k in pairs):
-            return None
+        for number, (q, k) in enumerate(pairs):
+            if q.is_of(query) and k.is_of(key):
+                return number, False
         kind = _Content if copied else _Identity
         pairs.append((kind(query), kind(key)))
-        return len(pairs) - 1
+        return len(pairs) - 1, True
 
     def forget(self, module: str) -> None:
         """A call of the module is over; even a weak reference to its tensors would hold memory."""

@@ -172,7 +172,9 @@ class Recorder:
 
     # The hooks
 
-    def _record(self, now: Pass, name: str, part: HeadsOf | None, call: Logits) -> None:
+    def _record(
+        self, now: Pass, name: str, part: HeadsOf | None, call: Logits, source: Any = None
+    ) -> None:
         """Keep what one attention call of a site shows, once."""
         now.fired[site_key(name, None if part is None else part.branch)] += 1
         module = name.partition(" ")[0]

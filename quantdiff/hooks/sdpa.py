@@ -4,13 +4,14 @@ A function mode that is active within the recorded model's forward alone sees ev
 `torch.nn.functional.scaled_dot_product_attention`; no code is copied or replaced.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from quantdiff.errors import RecordingError
 
@@ -32,14 +33,28 @@ class SdpaCall:
         query: (B, H, N, D).
         key: (B, G, M, D).
         mask: broadcastable to (B, H, N, M), or None.
-        is_causal, scale: as given.
+        is_causal, scale, dropout, value: as given.
         tensors: queries and keys as given.
+        compute: the call itself.
     """
 
-    __slots__ = ("is_causal", "key", "mask", "query", "scale", "tensors")
+    __slots__ = (
+        "compute",
+        "dropout",
+        "is_causal",
+        "key",
+        "mask",
+        "query",
+        "scale",
+        "tensors",
+        "value",
+    )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        self.compute: Callable[[], Tensor] = functools.partial(
+            F.scaled_dot_product_attention, *args, **kwargs
+        )
         query, key = self.tensors = given["query"], given["key"]
         if query.dim() == 3:
             query, key = query[:, None], key[:, None]
@@ -52,14 +67,16 @@ class SdpaCall:
         if mask is not None:
             mask = mask[(None,) * (4 - mask.dim())]
         self.query, self.key, self.mask = query, key, mask
+        self.value: Tensor = given["value"]
+        self.dropout = float(given.get("dropout_p", 0.0))
         self.is_causal = bool(given.get("is_causal", False))
         self.scale: float | None = given.get("scale")
 
 
 class SdpaMode(TorchFunctionMode):
-    """Shows every scaled_dot_product_attention call to `observe` before it is computed."""
+    """Shows every scaled_dot_product_attention call to `observe`, which may compute it."""
 
-    def __init__(self, observe: Callable[[SdpaCall], None]) -> None:
+    def __init__(self, observe: Callable[[SdpaCall], Tensor | None]) -> None:
         super().__init__()
         self._observe = observe
 
@@ -73,5 +90,9 @@ class SdpaMode(TorchFunctionMode):
                 "where no hook reaches; scaled_dot_product_attention can be recorded"
             )
         if func is F.scaled_dot_product_attention:
-            self._observe(SdpaCall(args, kwargs))
+            computed = self._observe(SdpaCall(args, kwargs))
+            if computed is not None:
+                if any(type(mode) is SdpaMode for mode in _get_current_function_mode_stack()):
+                    func(*args, **kwargs)  # for those who look on from further out
+                return computed
         return func(*args, **kwargs)

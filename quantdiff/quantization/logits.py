@@ -1,6 +1,9 @@
 """The site `attention_logits`: from a scheme to the grids of one attention call."""
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quantdiff.errors import QuantizationError
@@ -14,14 +17,21 @@ from quantdiff.statistics.streaming import logit_extremes
 __all__ = ["softmax_of"]
 
 
-def softmax_of(logits: Logits, scheme: Scheme, table: object, name: str) -> Softmax:
+def softmax_of(
+    logits: Logits,
+    scheme: Scheme,
+    table: object,
+    name: str,
+    heads: NDArray[Any] | None = None,
+) -> Softmax:
     """What happens between the queries and the values of one call.
 
     Args:
         logits: of the call.
         scheme: for the site `attention_logits`.
         table: a `Table`, for static ranges.
-        name: of the module.
+        name: of the site.
+        heads: which of the site's heads the call has, or None for all.
 
     Raises:
         QuantizationError: NaN or infinity among the logits that count.
@@ -35,6 +45,7 @@ def softmax_of(logits: Logits, scheme: Scheme, table: object, name: str) -> Soft
         return Softmax(*given, rows, clips=False)
     if scheme.static:
         ends = table.range(scheme, name)  # type: ignore[attr-defined]
+        ends = ends if heads is None else tuple(end[heads] for end in ends)
         least, most = (torch.from_numpy(end).to(logits.query.device)[None] for end in ends)
         if least.shape[1] != logits.query.shape[1]:
             raise QuantizationError(

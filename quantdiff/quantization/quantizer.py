@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -11,15 +12,17 @@ from torch import Tensor, nn
 from quantdiff.attention.heads import Heads
 from quantdiff.errors import QuantizationError, UsageError
 from quantdiff.hooks import dispatch
+from quantdiff.hooks.bare import BareCalls
 from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
 from quantdiff.hooks.found import Found, refuse
-from quantdiff.hooks.layers import is_cross
-from quantdiff.hooks.logits import Logits, as_multiplied
+from quantdiff.hooks.layers import is_cross, layer_of
+from quantdiff.hooks.logits import HeadsOf, Logits, as_multiplied
 from quantdiff.hooks.masks import read_heads
 from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
+from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.quantization.attention import Softmax, attend
 from quantdiff.quantization.logits import softmax_of
 from quantdiff.quantization.scheme import Scheme
@@ -73,21 +76,15 @@ class FakeQuantizer:
             )
         refuse(model)
         self._found = Found(model, None)
-        if not self._found.attention and not self._found.heads:
-            raise QuantizationError(
-                f"{type(model).__name__} has no attention that can be quantized: neither modules "
-                "of transformers' attention dispatch nor of quantdiff.attention"
-            )
-        if self._found.bare:
-            raise QuantizationError(
-                f"{self._found.bare[0]} computes attention by itself, where it cannot be quantized"
-            )
+        # Whether attention may be computed outside of transformers' dispatch.
+        self._mixed = bool(self._found.bare or self._found.heads or not self._found.attention)
         self._runs = _Runs(
             [name for name, _ in self._found.layers],
-            within=contextlib.nullcontext,
+            within=self._watching if self._mixed else contextlib.nullcontext,
             check=self._check_complete,
         )
-        if table is not None and self.scheme.static:
+        self._bare = BareCalls(model, self._found, self._runs, self._sdpa, again=True)
+        if table is not None and self.scheme.static and self._sites():
             table.check_model(self._sites())
 
     def __enter__(self) -> Self:
@@ -104,6 +101,11 @@ class FakeQuantizer:
             dispatch.replace([module for _, module in self._found.attention], self._call)
             for module in self._found.entrances:
                 self._wrapped.append(Entrance(module, self._runs.around))
+            for name, module in list(self._model.named_modules())[1:] if self._mixed else []:
+                self._handles += [
+                    module.register_forward_pre_hook(self._runs.entering(name)),
+                    module.register_forward_hook(self._runs.leaving(name), always_call=True),
+                ]
             for name, heads in self._found.heads:
                 self._forwards.append(heads)
                 heads.forward = self._heads(name, heads)  # type: ignore[method-assign]
@@ -121,15 +123,19 @@ class FakeQuantizer:
         dispatch.restore([module for _, module in self._found.attention])
         for heads in self._forwards:
             heads.__dict__.pop("forward", None)
+        for handle in self._handles:
+            handle.remove()
         for entrance in reversed(self._wrapped):
             entrance.remove()
+        self._handles.clear()
         self._forwards.clear()
         self._wrapped.clear()
 
+    def _watching(self) -> contextlib.AbstractContextManager[None]:
+        return self._bare.watching()
+
     def _sites(self) -> dict[str, tuple[int, int]]:
         """Layer and query heads of every site whose count a config or a module tells."""
-        from quantdiff.hooks.layers import layer_of
-
         sites = {}
         for name, module in [*self._found.attention, *self._found.heads]:
             if is_cross(name):
@@ -151,12 +157,16 @@ class FakeQuantizer:
                 f"{len(silent)} attention modules did not run in a forward pass, the first is "
                 f"{silent[0]}; they would not be quantized"
             )
+        if not names and not now.fired["scaled_dot_product_attention"]:
+            raise QuantizationError(
+                f"no attention was seen in {type(self._model).__name__}: it calls neither "
+                "transformers' attention dispatch nor scaled_dot_product_attention"
+            )
 
     def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
         """Compute a call of transformers' dispatch."""
         name = self._found.names[call.module]
-        if is_cross(name):
-            return real()
+        cross = is_cross(name)
         if call.options.get("dropout"):
             raise QuantizationError(
                 f"{name} drops attention weights out; quantized attention does not: set its "
@@ -164,11 +174,44 @@ class FakeQuantizer:
             )
         now = self._runs.current(name)
         now.fired[name] += 1
-        logits = read_call(call, now, cross=False)
+        now.dispatching = True
+        logits = read_call(call, now, cross=cross)
         if name not in self._checked:
-            self._compare(name, real(), logits, value, now)
-        out = self._attend(name, logits, value)
+            self._compare(name, real(), logits, value)
+        now.dispatching = False
+        out = self._attend(f"{name} (cross-attention)" if cross else name, logits, value)
         return out.transpose(1, 2).contiguous(), None  # (B, N, H, w)
+
+    def _sdpa(
+        self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: Any
+    ) -> Tensor | None:
+        """Compute a call of scaled_dot_product_attention."""
+        if not isinstance(call, SdpaCall):
+            raise QuantizationError(
+                f"{name} calls flash-attn by itself, whose logits cannot be quantized; "
+                "scaled_dot_product_attention's can"
+            )
+        assert self.scheme is not None
+        if call.dropout:
+            raise QuantizationError(
+                f"{name} drops attention weights out; quantized attention does not: set its "
+                "attention dropout to 0"
+            )
+        if part is not None and not self.scheme.static and self.scheme.granularity == "tensor":
+            raise QuantizationError(
+                f"{name} computes its two maps in calls of their own, so that a dynamic range over "
+                "both is not known at the first; use granularity head or row, or a static range"
+            )
+        now.fired["scaled_dot_product_attention"] += 1
+        value = call.value if call.value.dim() == 4 else call.value[:, None]
+        place = name if part is None else f"{name} (branch {part.branch})"
+        if place not in self._checked:
+            output = call.compute()
+            output = output if output.dim() == 4 else output[:, None]
+            self._compare(place, output.transpose(1, 2), logits, value)
+        heads = None if part is None else np.repeat(part.heads, part.step)
+        out = self._attend(name, logits, value, heads)
+        return out if call.value.dim() == 4 else out[:, 0]
 
     def _heads(self, name: str, heads: Heads) -> Callable[..., Tensor]:
         """The forward of one of quantdiff's own modules."""
@@ -186,18 +229,20 @@ class FakeQuantizer:
 
         return forward
 
-    def _attend(self, name: str, logits: Logits, value: Tensor) -> Tensor:
+    def _attend(
+        self, name: str, logits: Logits, value: Tensor, heads: NDArray[Any] | None = None
+    ) -> Tensor:
         assert self.scheme is not None
         query, key = as_multiplied(logits.query, logits.key)
         out = attend(
-            query, key, value, softmax_of(logits, self.scheme, self._table, name),
+            query, key, value, softmax_of(logits, self.scheme, self._table, name, heads),
             logits.sinks,
         )  # fmt: skip
         if not bool(torch.isfinite(out).all()):
             raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
         return out
 
-    def _compare(self, name: str, output: Any, logits: Logits, value: Tensor, now: Pass) -> None:
+    def _compare(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
         """Once a module: without quantization, the output is the model's own.
 
         Raises:
@@ -233,8 +278,8 @@ def fake_quantize(model: nn.Module, *schemes: Scheme, table: Table | None = None
     tensor of n×n elements is held. Gradients are straight-through.
 
     Args:
-        model: a transformers model whose attention goes through the attention dispatch, or one
-            with modules of `quantdiff.attention`.
+        model: a transformers model whose attention goes through the attention dispatch, one with
+            modules of `quantdiff.attention`, or one that calls scaled_dot_product_attention.
         schemes: one a site; 16 bits, or none, change nothing.
         table: static ranges, from `quantdiff.calibrate`.
 
