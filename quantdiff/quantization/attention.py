@@ -5,6 +5,7 @@ softmax to the values. Gradients are straight-through: a rounded logit passes it
 clipped one does not; the backward pass computes each block a second time.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,9 @@ class Softmax:
 
     Attributes:
         scale, visible, softcap, bias: as in `quantdiff.statistics.measure_logits`.
-        grid: of each sequence and head, of shape (B or 1, H, 1, 1); a function of the least and
-            the largest logit of each row, (H, n, 1) each, where every row has its own; None where
-            logits are not quantized.
+        grid: of each sequence and head, of shape (B or 1, H, 1, 1); a function of the ends of each
+            row's range, (H, n, 1) each, where every row has its own; None where logits are not
+            quantized.
         clips: whether the grid may end before the logits do.
     """
 
@@ -126,6 +127,9 @@ def _blocks(
     heads, rows, _ = q.shape
     upper = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k = q.to(upper), k.to(upper)
+    scale = softmax.scale
+    if math.frexp(scale)[0] == 0.5:  # a power of two rounds nothing, so that q can take it
+        q, scale = q * scale, 1.0
     visible = softmax.visible
     start, stop = visible.start[b].to(q.device), visible.stop[b].to(q.device)
     budget = BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS << 5
@@ -144,8 +148,8 @@ def _blocks(
             continue
         with true_fp32():
             s = _product(q[:, first:last], k[:, :keys].mT)  # (H, n, m)
-        if softmax.scale != 1:
-            s.mul_(softmax.scale)
+        if scale != 1:
+            s.mul_(scale)
         slope = None
         if softmax.softcap is not None:
             s = torch.tanh(s.div_(softmax.softcap))
@@ -200,11 +204,14 @@ def _weights(s: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _row_extremes(s: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Least and largest visible logit of each row, (H, n, 1)."""
-    if seen is None:
-        return s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)
-    least = s.masked_fill(~seen, torch.inf).amin(-1, keepdim=True)
-    return least, s.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+    """Ends of a range that holds zero and the visible logits of each row, (H, n, 1).
+
+    Every grid holds zero, so that what is not visible may be set to it, in place.
+    """
+    if seen is not None:
+        s.masked_fill_(~seen, 0.0)
+    least, most = s.aminmax(dim=-1, keepdim=True)
+    return least, most
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
