@@ -133,12 +133,14 @@ def _blocks(
     visible = softmax.visible
     start, stop = visible.start[b].to(q.device), visible.stop[b].to(q.device)
     budget = BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS << 5
-    step = max(1, budget // (heads * k.shape[1]))
+    step = max(1, min(rows, budget // (heads * k.shape[1])))
     grid = softmax.grid
     if isinstance(grid, Grid):
         own = b if len(grid.step) > 1 else 0
         grid = Grid(grid.step[own], grid.zero[own], grid.low, grid.high)  # (H, 1, 1)
     ends = stop.split(step)
+    # Held over the blocks: memory that is given back and taken again costs page faults.
+    room = [torch.empty(heads * step * k.shape[1], dtype=upper, device=q.device) for _ in range(2)]
     lasts = torch.stack([part.max() for part in ends]).tolist()
     firsts = torch.stack([part.min() for part in ends]).tolist()
     latest = torch.stack([part.max() for part in start.split(step)]).tolist()
@@ -147,7 +149,7 @@ def _blocks(
         if keys <= 0:
             continue
         with true_fp32():
-            s = _product(q[:, first:last], k[:, :keys].mT)  # (H, n, m)
+            s = _product(q[:, first:last], k[:, :keys].mT, room[0])  # (H, n, m)
         if scale != 1:
             s.mul_(scale)
         slope = None
@@ -173,7 +175,7 @@ def _blocks(
             s = _rounded(s, here, clips=softmax.clips)
         if seen is not None:
             s.masked_fill_(~seen, -torch.inf)
-        yield _Block(slice(first, last), keys, _weights(s, sinks), slope)
+        yield _Block(slice(first, last), keys, _weights(s, sinks, room[1]), slope)
 
 
 def _rounded(s: Tensor, grid: Grid, *, clips: bool) -> Tensor:
@@ -190,12 +192,12 @@ def _rounded(s: Tensor, grid: Grid, *, clips: bool) -> Tensor:
     return s.mul_(grid.step)
 
 
-def _weights(s: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys; zeros in a row of −inf."""
+def _weights(s: Tensor, sinks: Tensor | None, room: Tensor) -> Tensor:
+    """Softmax over the keys; zeros in a row of −inf. It lies in `room`, where it can."""
     if sinks is not None:
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:2], 1)
         return torch.cat([s, column], -1).softmax(-1)[..., :-1]
-    weights = s.softmax(-1)
+    weights = torch.softmax(s, -1, out=room[: s.numel()].view(s.shape))
     # A row that sees nothing is NaN; only its first weight need be looked at.
     if bool(weights[..., 0].isnan().any()):
         blind = (s == -torch.inf).all(-1, keepdim=True)
@@ -214,10 +216,14 @@ def _row_extremes(s: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     return least, most
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """(H, n, x) times (G, x, y), each b for H/G heads of a: (H, n, y)."""
+def _product(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
+    """(H, n, x) times (G, x, y), each b for H/G heads of a: (H, n, y); in `room`, if given."""
     heads, rows, width = a.shape
-    return (a.reshape(len(b), -1, width) @ b).view(heads, rows, -1)
+    out = None
+    if room is not None:
+        shape = len(b), heads // len(b) * rows, b.shape[2]
+        out = room[: heads * rows * b.shape[2]].view(shape)
+    return torch.bmm(a.reshape(len(b), -1, width), b, out=out).view(heads, rows, -1)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

@@ -253,6 +253,7 @@ def test_vocabulary():
 def test_public_names():
     assert set(text_module.__all__) == {
         "TextWindows",
+        "added_bos",
         "check_vocabulary",
         "read_documents",
         "text_windows",
