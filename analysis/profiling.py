@@ -1,11 +1,11 @@
 """A profile of a model on text: the recorder run over token windows."""
 
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from quantdiff.calibration.running import forward_options, model_device
 from quantdiff.calibration.text import TextWindows, check_vocabulary
 from quantdiff.errors import UsageError
 from quantdiff.hooks import record
@@ -72,12 +72,7 @@ def profile_text(
     """
     check_length(model, max(len(window) for window in windows.windows))
     check_vocabulary(windows, vocabulary_size(model))
-    device = next(model.parameters()).device
-    options: dict[str, Any] = {"use_cache": False}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        # The head's output over the vocabulary is not looked at. Places and not a number: for a
-        # number, Gemma 4 leaves out the other tokens in its last layers too.
-        options["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=device)
+    device, options = model_device(model), forward_options(model)
     partial = False
     with record(
         model, top_k=top_k, detail=detail, layout=layout, maps=maps, spans=spans

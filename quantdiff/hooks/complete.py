@@ -21,12 +21,12 @@ def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[st
     """Refuse a pass in which a hook stayed silent.
 
     Args:
-    now: the pass at its end.
-    model, found: what is recorded.
-    sites: names of the logit sites that were ever seen.
+        now: the pass at its end.
+        model, found: what is recorded.
+        sites: names of the logit sites that were ever seen.
 
     Raises:
-    RecordingError: names the first module that is missing.
+        RecordingError: names the first module that is missing.
     """
     # A decoder half stands without its encoder: its cross-attention may stay silent.
     attention = [name for name, _ in found.attention if not is_cross(name)]

@@ -21,11 +21,11 @@ class _Wrapped:
     ) -> None:
         functools.update_wrapper(self, forward)
         self.__signature__ = inspect.signature(forward)
-        self.forward, self.around = forward, around
-        self._call = functools.partial(around, module, forward)
+        self.module, self.forward, self.around = module, forward, around
+        self.bare = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(args, kwargs)
+        return self.around(self.module, self.forward, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RecordingError("a model cannot be copied while it is recorded; leave the recording")
@@ -50,15 +50,25 @@ class Entrance:
     def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
         """`around(module, forward, args, kwargs)` is called in place of the forward."""
         self.module = module
-        self._before = vars(module).get("forward")
-        module.forward = _Wrapped(module, module.forward, around)
+        self._own = _Wrapped(module, module.forward, around)
+        # Whether the module had a forward of its own, and not its class's, before all entrances.
+        self._own.bare = "forward" not in vars(module)
+        module.forward = self._own
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
-        if self._before is None:
-            vars(self.module).pop("forward", None)
-        else:
-            self.module.forward = self._before
+        """Give the module its own forward back; entrances may be left in any order."""
+        top = vars(self.module).get("forward")
+        if top is self._own:
+            if self._own.bare:
+                vars(self.module).pop("forward")
+            else:
+                self.module.forward = self._own.forward
+            return
+        while isinstance(top, _Wrapped):
+            if top.forward is self._own:
+                top.forward, top.bare = self._own.forward, self._own.bare
+                return
+            top = top.forward
 
 
 def in_backward() -> bool:

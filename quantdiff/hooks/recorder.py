@@ -95,12 +95,11 @@ class Recorder:
             for name, projection in self._lambdas.modules:
                 hook = self._lambdas.hook(name, self._runs.current)
                 self._handles.append(projection.register_forward_hook(hook))
-            for name, module in watched:
-                self._handles += [
-                    module.register_forward_pre_hook(self._runs.entering(name)),
-                    module.register_forward_hook(self._maps_hook(name)),
-                    module.register_forward_hook(self._runs.leaving(name), always_call=True),
-                ]
+            if self._maps is not None:
+                for name, module in watched:
+                    hook = self._maps_hook(name, self._maps)
+                    self._handles.append(module.register_forward_hook(hook))
+            self._handles += self._runs.watch(watched)
             for name, heads in self._found.heads:
                 before = self._heads_hook(name)
                 self._handles.append(heads.register_forward_pre_hook(before, with_kwargs=True))
@@ -183,10 +182,10 @@ class Recorder:
         if self._maps is not None:
             now.pending.setdefault(module, []).append((name, part, call))
 
-    def _maps_hook(self, name: str) -> Callable[..., None]:
+    def _maps_hook(self, name: str, maps: Maps) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._maps is not None and not in_backward():
-                self._maps.finish(name, self._runs.current(name))
+            if not in_backward():
+                maps.finish(name, self._runs.current(name))
 
         return hook
 

@@ -1,12 +1,13 @@
 """The forward passes of a recording: where each begins and ends, and in which thread."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.entrance import arguments, cache_of, in_backward, padding_of
@@ -94,8 +95,16 @@ class Runs:
             )
         return now
 
-    def entering(self, name: str) -> Callable[..., None]:
-        """A pre-hook that tells the pass which module is under way."""
+    def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
+        """Tell the pass which of these modules is under way; hooks of others see it first."""
+        handles = []
+        for name, module in modules:
+            handles.append(module.register_forward_pre_hook(self._entering(name)))
+            leaving = self._leaving(name)
+            handles.append(module.register_forward_hook(leaving, always_call=True))
+        return handles
+
+    def _entering(self, name: str) -> Callable[..., None]:
 
         def hook(module: nn.Module, args: Any) -> None:
             now = self._now()
@@ -105,8 +114,7 @@ class Runs:
 
         return hook
 
-    def leaving(self, name: str) -> Callable[..., None]:
-        """The hook that goes with `entering`."""
+    def _leaving(self, name: str) -> Callable[..., None]:
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             now = self._now()

@@ -45,7 +45,8 @@ def softmax_of(
         return Softmax(*given, rows, clips=False)
     if scheme.static:
         ends = table.range(scheme, name)  # type: ignore[attr-defined]
-        ends = ends if heads is None else tuple(end[heads] for end in ends)
+        if heads is not None and int(heads.max()) < len(ends[0]):
+            ends = tuple(end[heads] for end in ends)
         least, most = (torch.from_numpy(end).to(logits.query.device)[None] for end in ends)
         if least.shape[1] != logits.query.shape[1]:
             raise QuantizationError(

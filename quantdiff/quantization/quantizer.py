@@ -1,6 +1,7 @@
 """`fake_quantize`: a model computes with quantized values for the time of a `with` block."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
@@ -13,6 +14,7 @@ from quantdiff.attention.heads import Heads
 from quantdiff.errors import QuantizationError, UsageError
 from quantdiff.hooks import dispatch
 from quantdiff.hooks.bare import BareCalls
+from quantdiff.hooks.dispatch import attends_itself
 from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
 from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.layers import is_cross, layer_of
@@ -101,11 +103,14 @@ class FakeQuantizer:
             dispatch.replace([module for _, module in self._found.attention], self._call)
             for module in self._found.entrances:
                 self._wrapped.append(Entrance(module, self._runs.around))
-            for name, module in list(self._model.named_modules())[1:] if self._mixed else []:
-                self._handles += [
-                    module.register_forward_pre_hook(self._runs.entering(name)),
-                    module.register_forward_hook(self._runs.leaving(name), always_call=True),
-                ]
+            for name, module in self._found.modules.items():
+                layer = layer_of(name, self._found.layers)
+                inside = layer is not None and attends_itself(type(module))
+                if inside or (layer is not None and name == self._found.layers[layer][0]):
+                    hook = functools.partial(_refuse_checkpointing, name)
+                    self._handles.append(module.register_forward_pre_hook(hook))
+            if self._mixed:
+                self._handles += self._runs.watch(list(self._model.named_modules())[1:])
             for name, heads in self._found.heads:
                 self._forwards.append(heads)
                 heads.forward = self._heads(name, heads)  # type: ignore[method-assign]
@@ -166,6 +171,7 @@ class FakeQuantizer:
     def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
         """Compute a call of transformers' dispatch."""
         name = self._found.names[call.module]
+        _refuse_checkpointing(name)  # transformers checkpoints a layer's forward, past its hooks
         cross = is_cross(name)
         if call.options.get("dropout"):
             raise QuantizationError(
@@ -217,6 +223,7 @@ class FakeQuantizer:
         """The forward of one of quantdiff's own modules."""
 
         def forward(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> Tensor:
+            _refuse_checkpointing(name)
             now = self._runs.current(name)
             now.fired[name] += 1
             call = HeadsCall(heads, (query, key, value, kept), {})
@@ -249,9 +256,7 @@ class FakeQuantizer:
             QuantizationError: something between q·kᵀ and the values is not known.
         """
         self._checked.add(name)
-        if in_backward():
-            return
-        theirs = (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
+        theirs = (output[0] if isinstance(output, tuple) else output).detach().transpose(1, 2)
         with torch.no_grad():
             plain = Softmax(logits.scale, logits.visible, logits.softcap, logits.bias)
             query, key = as_multiplied(logits.query, logits.key)
@@ -269,6 +274,15 @@ class FakeQuantizer:
                 f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
                 "the values; something in between is not known to quantdiff"
             )
+
+
+def _refuse_checkpointing(name: str, *_: Any) -> None:
+    """In the backward pass no padding is known, and bare calls would not be quantized."""
+    if in_backward():
+        raise QuantizationError(
+            f"{name} is computed a second time in the backward pass; gradient checkpointing does "
+            "not go with fake quantization: switch it off"
+        )
 
 
 def fake_quantize(model: nn.Module, *schemes: Scheme, table: Table | None = None) -> FakeQuantizer:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from quantdiff import QuantizationError, Scheme, calibrate, fake_quantize, record
 from quantdiff.attention import layout
@@ -134,4 +135,33 @@ def test_dropout_is_refused():
     model = make(lambda i: DiffAttention(i, dropout_p=0.5))
     refused = pytest.raises(QuantizationError, match="drops attention weights out")
     with refused, fake_quantize(model, Scheme(SITE, 4, granularity="head")):
+        model(IDS)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_refused(reentrant, whole):
+    """Else the second computation would not be quantized, and the gradients be those of neither."""
+    model = make_plain(NanoGPT, layers=2, is_causal=True).train()
+
+    def forward(ids):
+        x = model.embedding(ids) * 3
+        for block in model.blocks:
+            part = block if whole else block.attention
+            x = checkpoint(part, x, use_reentrant=reentrant)
+        return model.head(x)
+
+    model.forward = forward
+    with fake_quantize(model, Scheme(SITE, 4)):
+        loss = model(IDS % 50).sum()
+        with pytest.raises(QuantizationError, match="gradient checkpointing does not go with"):
+            loss.backward()
+
+
+def test_a_table_of_fewer_heads_is_refused():
+    model = make(MotifAttention, model_type="Motif")
+    small = make(DiffAttention, model_type="Motif")
+    table = calibrate(small, [{"input_ids": IDS}])
+    refused = pytest.raises(QuantizationError, match="holds ranges of 6 heads for blocks")
+    with torch.no_grad(), refused, fake_quantize(model, Scheme(SITE, 4, "absmax"), table=table):
         model(IDS)

@@ -414,3 +414,31 @@ def test_training_under_quantization():
         model(**given, labels=given["input_ids"]).loss.backward()
     gradients = [p.grad for name, p in model.named_parameters() if "q_proj" in name]
     assert all(torch.isfinite(g).all() and g.abs().max() > 0 for g in gradients)
+
+
+def test_gradient_checkpointing_is_refused():
+    """The second computation would know nothing of the padding."""
+    model = MODELS["llama"]().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    given = batch()
+    with fake_quantize(model, Scheme(SITE, 4)):
+        loss = model(**given, labels=given["input_ids"]).loss
+        with pytest.raises(QuantizationError, match="gradient checkpointing does not go with"):
+            loss.backward()
+
+
+def test_contexts_may_be_left_in_any_order():
+    model = MODELS["llama"]()
+    with torch.no_grad():
+        plain = model(**batch()).logits
+        recorder, quantizer = record(model), fake_quantize(model, Scheme(SITE, 3))
+        for first, second in ((recorder, quantizer), (quantizer, recorder)):
+            first.__enter__()
+            second.__enter__()
+            first.__exit__()
+            changed = not torch.equal(model(**batch()).logits, plain)
+            assert changed == (second is quantizer)
+            second.__exit__()
+            assert torch.equal(model(**batch()).logits, plain)
+            assert "forward" not in vars(model)
+            assert "forward" not in vars(model.model)
