@@ -13,7 +13,7 @@ from quantdiff.attention import layout
 from quantdiff.calibration.text import text_windows
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
-from tests.hooks.test_families import DiffAttention, Grouped, MotifAttention, make
+from tests.standins import DiffAttention, Grouped, MotifAttention, make
 from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_llama, tiny_tokenizer
 
 SPANS = [(3, 6), None, (0, 2)]

@@ -10,7 +10,8 @@ from quantdiff.attention import layout
 from tests import reference
 from tests.hooks.test_any_module import NanoGPT
 from tests.hooks.test_any_module import make as make_plain
-from tests.hooks.test_families import (
+from tests.quantization.test_fake_quantize import SITE, Fixed, materialised
+from tests.standins import (
     IDS,
     D,
     DiffAttention,
@@ -20,7 +21,6 @@ from tests.hooks.test_families import (
     flash_attn,
     make,
 )
-from tests.quantization.test_fake_quantize import SITE, Fixed, materialised
 
 CAUSAL = torch.ones(11, 11, dtype=torch.bool).tril()
 
