@@ -65,7 +65,7 @@ def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": recipe.decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.rate, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=recipe.rate, betas=(0.9, 0.95), fused=True)
 
 
 def held_out_loss(model: Any, windows: torch.Tensor, autocast: Any) -> tuple[float, float]:
@@ -152,7 +152,7 @@ class Run:
         recipe, ranks = self.recipe, self.ranks
         saved = begun = time.monotonic()
         spent = self.seconds
-        look = max(1, recipe.steps // 50)
+        look = max(1, recipe.steps // 25)
         while self.step < recipe.steps:
             rate = recipe.learning_rate(self.step)
             for group in self.optimizer.param_groups:

@@ -1,0 +1,153 @@
+"""What moves the outliers of small models: attention, seed, learning rate, context, heads, length.
+
+Trains the `small` trio again and again, one thing changed at a time, and measures each model on the
+held-out text: loss, the largest and the median attention logit and hidden state, and the loss with
+quantized logits. Finished models are not trained again, broken-off ones go on.
+
+    python scripts/study_zoo.py --out runs/study
+    python scripts/study_zoo.py --out runs/study --part 1/2     # and 2/2 beside it
+    python scripts/study_zoo.py --out runs/study --collect docs/zoo_study.json
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from train_zoo import DATA, HELD_OUT_TEXT, Ranks, Run, held_out_loss
+from zoo_recipe import KINDS, SIZES, Recipe, Stream, bigram_loss, train_tokenizer
+
+import quantdiff
+from quantdiff.files import write_json
+from quantdiff.versions import versions
+
+BASE = replace(SIZES["small"], dtype="float32")
+SEEDS = (0, 1, 2)
+MEASURED = 32_768  # held-out tokens
+BITS = (8, 6, 4, 3, 2)
+
+# What is varied -> the recipes, by seed; in the order in which they are trained.
+STUDY: dict[str, list[Recipe]] = {
+    "rate 3e-3": [replace(BASE, seed=seed) for seed in SEEDS],
+    "rate 1e-3": [replace(BASE, seed=seed, rate=1e-3) for seed in SEEDS],
+    "context 512": [replace(BASE, length=512, batch=BASE.batch // 2)],
+    "8 heads of 16": [replace(BASE, heads=8)],
+    "twice as long": [replace(BASE, tokens=2 * BASE.tokens)],
+}
+
+
+def runs() -> list[tuple[str, Recipe, str]]:
+    """(variant, recipe, kind) of every model."""
+    return [(name, r, kind) for name, recipes in STUDY.items() for r in recipes for kind in KINDS]
+
+
+def folder(out: Path, variant: str, recipe: Recipe) -> Path:
+    return out / variant.replace(" ", "-") / f"seed-{recipe.seed}"
+
+
+@torch.no_grad()
+def measure(model: Any, windows: torch.Tensor) -> dict[str, Any]:
+    """Outliers of a model, and its loss with logits quantized by dynamic ranges.
+
+    Args:
+        windows: held-out token ids, (W, N).
+    """
+    parts = windows.split(16)
+    with quantdiff.record(model, top_k=100, detail="full") as recorder:
+        for part in parts:
+            model(input_ids=part, use_cache=False)
+    profile = recorder.profile()
+    told: dict[str, Any] = {}
+    for site in ("attention_logits", "hidden_states"):
+        values = getattr(profile, site)
+        top = [item.value for item in values.top(100)]
+        told[site] = {"top1": top[0], "top10": top[9], "top100": top[99], "median": values.median}
+    losses = {"16": held_out_loss(model, windows, contextlib.nullcontext)[0]}
+    for granularity in ("tensor", "head", "row"):
+        for bits in BITS:
+            scheme = quantdiff.Scheme("attention_logits", bits, granularity=granularity)
+            with quantdiff.fake_quantize(model, scheme):
+                value, _ = held_out_loss(model, windows, contextlib.nullcontext)
+            losses[f"{granularity} {bits}"] = value
+    return {**told, "losses": losses}
+
+
+def train(out: Path, part: tuple[int, int]) -> None:
+    """Train and measure what is missing of every n-th run."""
+    tokenizer = train_tokenizer(DATA)
+    streams = {n: Stream(DATA, tokenizer, n) for n in {r.length for _, r, _ in runs()}}
+    test = Stream(HELD_OUT_TEXT, tokenizer, BASE.length)
+    bigram = bigram_loss(streams[BASE.length].tokens, test.tokens)
+    mine = runs()[part[0] - 1 :: part[1]]
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns) as bar:
+        every = bar.add_task("tokens", total=sum(r.tokens for _, r, _ in mine))
+        for variant, recipe, kind in mine:
+            place = folder(out, variant, recipe)
+            if (place / kind / "measured.json").exists():
+                bar.advance(every, recipe.tokens)
+                continue
+            length = recipe.length
+            whole = test.tokens[: len(test.tokens) // length * length].astype(np.int64)
+            held_out = torch.from_numpy(whole).view(-1, length)[: MEASURED // length]
+            run = Run(kind, recipe, place, streams[length], Ranks())
+            run.resume()
+            bar.advance(every, run.step * recipe.batch * length)
+            bar.update(every, description=f"{variant}, seed {recipe.seed}, {kind}")
+            for _ in run.train(held_out[:8], 120, contextlib.nullcontext):
+                bar.advance(every, recipe.batch * length)
+            told = run.finish(held_out, tokenizer, bigram)
+            model = run.model.to(torch.float32).eval()
+            measured = measure(model, held_out)
+            write_json(place / kind / "measured.json", {"variant": variant, **told, **measured})
+            (place / kind / "state.pt").unlink(missing_ok=True)
+
+
+def collect(out: Path, target: Path) -> None:
+    """All that was measured, in one file."""
+    found = []
+    for variant, recipe, kind in runs():
+        path = folder(out, variant, recipe) / kind / "measured.json"
+        if path.exists():
+            told = json.loads(path.read_text())
+            found.append({key: told[key] for key in told if key not in ("versions", "text")})
+    write_json(
+        target,
+        {
+            "made": time.strftime("%Y-%m-%d"),
+            "measured_tokens": MEASURED,
+            "versions": versions(),
+            "models": found,
+        },
+    )
+    print(f"{len(found)} of {len(runs())} models written to {target}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", default="1/1", help="train every n-th model: 1/2, 2/2")
+    parser.add_argument("--collect", type=Path, help="write what was measured, and train nothing")
+    options = parser.parse_args()
+    if options.collect is not None:
+        collect(options.out, options.collect)
+        return 0
+    first, count = (int(x) for x in options.part.split("/"))
+    train(options.out, (first, count))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
