@@ -11,7 +11,8 @@ RUNS ?= runs
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py quantdiff/statistics/_native.c \
-		quantdiff/statistics/_native.h quantdiff/statistics/_native_kernels.h
+		quantdiff/statistics/_native.h quantdiff/statistics/_native_kernels.h \
+		quantdiff/quantization/_rounding.c
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints.txt torch
@@ -42,4 +43,4 @@ bench: install
 clean:
 	rm -rf $(VENV) build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f quantdiff/statistics/*.so
+	rm -f quantdiff/statistics/*.so quantdiff/quantization/*.so

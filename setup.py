@@ -11,6 +11,12 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-pthread", "-fno-fast-math"],
             extra_link_args=["-pthread"],
             optional=True,  # without a C compiler plain torch serves
-        )
+        ),
+        Extension(
+            "quantdiff.quantization._rounding",
+            sources=["quantdiff/quantization/_rounding.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-fno-fast-math"],
+            optional=True,
+        ),
     ]
 )

@@ -80,10 +80,10 @@ class BareCalls:
             Logits(call.query, call.key, float(scale), visible, bias=bias, cross=cross), call,
         )  # fmt: skip
 
-    def _flash(self, call: FlashCall) -> None:
+    def _flash(self, call: FlashCall) -> Tensor | None:
         place = self._place(call)
         if place is None:
-            return
+            return None
         now, module, turn = place
         if call.packed:
             call.unpack(now.batch)
@@ -96,7 +96,7 @@ class BareCalls:
         part = self._found.part(module, turn, call.query)
         name = f"{module} #{turn}" if turn and part is None else module
         visible, bias = now.visible(call, lambda: read_flash(call, now.batch))
-        self._take(
+        return self._take(
             now, name, part,
             Logits(call.query, call.key, call.scale, visible, softcap=call.softcap, bias=bias),
             call,

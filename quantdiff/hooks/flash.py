@@ -4,10 +4,12 @@ flash-attn 2 computes in two operators of torch's dispatcher, which a `TorchDisp
 mode is active within the recorded model's forward alone, where the package is there.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantdiff.errors import RecordingError
@@ -33,16 +35,18 @@ class FlashCall:
         is_causal: whether the last query sees the last key, and each earlier one a key less.
         window: how many keys before and after its own place a query sees; −1 for all.
         scale, softcap: of the logits; a cap of None where there is none.
+        value: (B, G', M, w); dropout: its probability.
         tensors: queries and keys as given.
+        compute: the call itself; its first result is the output.
         packed: whether sequences lie one behind the other without padding.
     """
 
     __slots__ = (
-        "_lengths", "is_causal", "key", "mask", "packed", "query", "scale", "softcap", "tensors",
-        "window",
+        "_kept", "_lengths", "compute", "dropout", "is_causal", "key", "mask", "packed", "query",
+        "scale", "softcap", "tensors", "value", "window",
     )  # fmt: skip
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, given: dict[str, Any], compute: Callable[[], Any]) -> None:
         unknown = [name for name in _UNKNOWN if given.get(name) is not None]
         if unknown:
             raise RecordingError(
@@ -51,9 +55,12 @@ class FlashCall:
             )
         self.tensors = given["q"], given["k"]
         self.packed = "cu_seqlens_q" in given
-        self.query, self.key = (
-            x if self.packed else x.transpose(1, 2) for x in self.tensors
+        self.compute = compute
+        self.query, self.key, self.value = (
+            x if self.packed else x.transpose(1, 2) for x in (*self.tensors, given["v"])
         )  # (B, H, N, D)
+        self.dropout = float(given["dropout_p"])
+        self._kept: Tensor | None = None
         self._lengths = (
             [given[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
             if self.packed
@@ -66,7 +73,7 @@ class FlashCall:
         self.softcap: float | None = given["softcap"] or None
 
     def unpack(self, batch: Batch) -> None:
-        """Put packed queries and keys where their tokens stand among the padding.
+        """Put packed queries, keys and values where their tokens stand among the padding.
 
         Raises:
             RecordingError: they are not the real tokens of the pass, sequence by sequence.
@@ -78,17 +85,31 @@ class FlashCall:
                 "without their padding; quantdiff does not record packed sequences"
             )
         padded = []
-        for x, kept in zip(self.tensors, real, strict=True):
+        for x, kept in zip((*self.tensors, self.value), (*real, batch.kept), strict=True):
             out = x.new_zeros(*kept.shape, *x.shape[1:])  # (B, N, H, D)
             out[kept.to(x.device)] = x.detach()
             padded.append(out.transpose(1, 2))
-        self.query, self.key = padded
+        self.query, self.key, self.value = padded
+        self._kept = batch.real
+
+    def shaped(self, out: Tensor) -> Tensor:
+        """An output (B, H, N, w) as the call gives it."""
+        out = out.transpose(1, 2)
+        return out.contiguous() if self._kept is None else out[self._kept.to(out.device)]
+
+    def unshaped(self, out: Tensor) -> Tensor:
+        """The call's own output as (B, H, N, w)."""
+        if self._kept is None:
+            return out.transpose(1, 2)
+        whole = out.new_zeros(*self._kept.shape, *out.shape[1:])
+        whole[self._kept.to(out.device)] = out
+        return whole.transpose(1, 2)
 
 
 class FlashMode(TorchDispatchMode):
-    """Shows every call of flash-attn's operators to `observe` before it is computed."""
+    """Shows every call of flash-attn's operators to `observe`, which may give its output."""
 
-    def __init__(self, observe: Callable[[FlashCall], None]) -> None:
+    def __init__(self, observe: Callable[[FlashCall], Tensor | None]) -> None:
         super().__init__()
         self._observe = observe
 
@@ -102,5 +123,8 @@ class FlashMode(TorchDispatchMode):
             known = func._schema.arguments
             given = {a.name: a.default_value for a in known if a.has_default_value()}
             given |= dict(zip([a.name for a in known], args, strict=False))
-            self._observe(FlashCall({**given, **kwargs}))
+            call = FlashCall({**given, **kwargs}, functools.partial(func, *args, **kwargs))
+            computed = self._observe(call)
+            if computed is not None:
+                return (computed, *call.compute()[1:])
         return func(*args, **kwargs)

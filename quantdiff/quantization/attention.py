@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quantdiff.quantization.grid import Grid
+from quantdiff.quantization import native
+from quantdiff.quantization.grid import Grid, RowGrids
 from quantdiff.statistics import Visible
 from quantdiff.statistics.precision import true_fp32
 
@@ -28,18 +31,19 @@ class Softmax:
 
     Attributes:
         scale, visible, softcap, bias: as in `quantdiff.statistics.measure_logits`.
-        grid: of each sequence and head, of shape (B or 1, H, 1, 1); a function of the ends of each
-            row's range, (H, n, 1) each, where every row has its own; None where logits are not
-            quantized.
+        grid: of each sequence and head, of shape (B or 1, H, 1, 1), or one a row; None where
+            logits are not quantized.
         clips: whether the grid may end before the logits do.
+        clipped: (H,), to which the number of clipped logits of each head is added; or None.
     """
 
     scale: float
     visible: Visible
     softcap: float | None = None
     bias: Callable[[int, int], Tensor] | None = None
-    grid: Grid | Callable[[Tensor, Tensor], Grid] | None = None
+    grid: Grid | RowGrids | None = None
     clips: bool = True
+    clipped: NDArray[np.int64] | None = None
 
 
 def attend(
@@ -55,6 +59,9 @@ def attend(
 
     Returns:
         (B, H, N, w) in v's dtype; zeros in rows that may attend nothing.
+
+    Raises:
+        NoGridError: a row whose grid is its own has no finite range.
     """
     out: Tensor = _Attend.apply(q, k, v, sinks, softmax)  # type: ignore[no-untyped-call]
     return out
@@ -161,6 +168,14 @@ def _blocks(
             added = softmax.bias(first, last)
             s += added[b if len(added) > 1 else 0, :, :, :keys].to(upper)
         extra = visible.mask_rows(first, last)
+        if grid is not None and extra is None and not slopes and _compiled(s):
+            clipped = native.round_rows(
+                s, start[first:last], stop[first:last], grid, clips=softmax.clips
+            )
+            if softmax.clipped is not None:
+                softmax.clipped[:] += clipped
+            yield _Block(slice(first, last), keys, _weights(s, sinks, room[1]), None)
+            continue
         seen = None
         if extra is not None or firsts[number] < keys or latest[number] > 0:
             column = torch.arange(keys, device=q.device)
@@ -168,14 +183,26 @@ def _blocks(
             if extra is not None:
                 seen = seen & extra[b if len(extra) > 1 else 0, :, :, :keys]
         if grid is not None:
-            here = grid if isinstance(grid, Grid) else grid(*_row_extremes(s, seen))
+            here = grid if isinstance(grid, Grid) else grid.of(*_row_extremes(s, seen))
             if slopes and softmax.clips:
                 kept = ~here.clipped(s)
                 slope = kept.to(upper) if slope is None else slope * kept
+            if softmax.clipped is not None and not slopes and _may_clip(here, softmax.clips):
+                outside = here.clipped(s) if seen is None else here.clipped(s) & seen
+                softmax.clipped[:] += outside.sum((1, 2)).cpu().numpy()
             s = _rounded(s, here, clips=softmax.clips)
         if seen is not None:
             s.masked_fill_(~seen, -torch.inf)
         yield _Block(slice(first, last), keys, _weights(s, sinks, room[1]), slope)
+
+
+def _compiled(s: Tensor) -> bool:
+    return s.device.type == "cpu" and s.dtype == torch.float32 and native.available()
+
+
+def _may_clip(grid: Grid, clips: bool) -> bool:
+    """An asymmetric zero point is rounded, so that an end may stick out by one."""
+    return clips or grid.low == 0
 
 
 def _rounded(s: Tensor, grid: Grid, *, clips: bool) -> Tensor:
@@ -184,8 +211,7 @@ def _rounded(s: Tensor, grid: Grid, *, clips: bool) -> Tensor:
     s.div_(grid.step).round_()
     if not symmetric:
         s.add_(grid.zero)
-    # An asymmetric zero point is rounded, so that an end may stick out by one.
-    if clips or not symmetric:
+    if _may_clip(grid, clips):
         s.clamp_(grid.low, grid.high)
     if not symmetric:
         s.sub_(grid.zero)

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Grid"]
+__all__ = ["Grid", "NoGridError", "RowGrids"]
+
+
+class NoGridError(ValueError):
+    """A range is not finite."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +43,7 @@ class Grid:
             symmetric: whether the range is made symmetric.
 
         Raises:
-            ValueError: NaN, or an infinite range.
+            NoGridError: NaN, or an infinite range.
         """
         # In fp64 until the end: absmax − absmin overflows fp16 and may overflow fp32.
         least, most = least.double(), most.double()
@@ -47,7 +51,7 @@ class Grid:
         least = torch.where(empty, 0.0, least)
         most = torch.where(empty, 0.0, most)
         if not bool((torch.isfinite(least) & torch.isfinite(most)).all()):
-            raise ValueError("a range with NaN or infinity has no grid")
+            raise NoGridError("a range with NaN or infinity has no grid")
         if symmetric:
             high = 2 ** (bits - 1) - 1
             step = _step(torch.maximum(least.abs(), most.abs()) / high)
@@ -70,6 +74,32 @@ class Grid:
         """Where a value lies beyond the grid's ends by more than rounding: bool."""
         rounded = torch.round(values / self.step) + self.zero
         return (rounded < self.low) | (rounded > self.high)
+
+
+@dataclass(frozen=True)
+class RowGrids:
+    """A grid for each row of values, over what that row holds.
+
+    Attributes:
+        bits, symmetric: as in `Grid.of`.
+    """
+
+    bits: int
+    symmetric: bool
+
+    @property
+    def low(self) -> int:
+        """The smallest integer."""
+        return -(2 ** (self.bits - 1) - 1) if self.symmetric else 0
+
+    @property
+    def high(self) -> int:
+        """The largest integer."""
+        return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
+
+    def of(self, least: Tensor, most: Tensor) -> Grid:
+        """The grids of rows with these ends; as `Grid.of`."""
+        return Grid.of(least, most, self.bits, self.symmetric)
 
 
 def _step(exact: Tensor) -> Tensor:

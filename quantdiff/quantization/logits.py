@@ -2,14 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits, as_multiplied
 from quantdiff.quantization.attention import Softmax
-from quantdiff.quantization.grid import Grid
+from quantdiff.quantization.grid import Grid, NoGridError, RowGrids
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.statistics import NonFiniteError
 from quantdiff.statistics.streaming import logit_extremes
@@ -23,6 +23,7 @@ def softmax_of(
     table: object,
     name: str,
     heads: NDArray[Any] | None = None,
+    clipped: NDArray[np.int64] | None = None,
 ) -> Softmax:
     """What happens between the queries and the values of one call.
 
@@ -32,17 +33,15 @@ def softmax_of(
         table: a `Table`, for static ranges.
         name: of the site.
         heads: which of the site's heads the call has, or None for all.
+        clipped: (H of the call,), to which the number of clipped logits of each head is added.
 
     Raises:
         QuantizationError: NaN or infinity among the logits that count.
     """
     given = (logits.scale, logits.visible, logits.softcap, logits.bias)
     if scheme.granularity == "row":
-
-        def rows(least: Tensor, most: Tensor) -> Grid:
-            return _grid(least, most, scheme, name)
-
-        return Softmax(*given, rows, clips=False)
+        grids = RowGrids(scheme.bits, scheme.symmetric)
+        return Softmax(*given, grids, clips=False, clipped=clipped)
     if scheme.static:
         ends = table.range(scheme, name)  # type: ignore[attr-defined]
         if heads is not None and int(heads.max()) < len(ends[0]):
@@ -70,13 +69,8 @@ def softmax_of(
             heads = least.shape[1]
             least = least.amin(1, keepdim=True).expand(-1, heads)
             most = most.amax(1, keepdim=True).expand(-1, heads)
-    return Softmax(
-        *given, _grid(least[..., None, None], most[..., None, None], scheme, name), scheme.static
-    )
-
-
-def _grid(least: Tensor, most: Tensor, scheme: Scheme, name: str) -> Grid:
     try:
-        return Grid.of(least, most, scheme.bits, scheme.symmetric)
-    except ValueError:
+        grid = Grid.of(least[..., None, None], most[..., None, None], scheme.bits, scheme.symmetric)
+    except NoGridError:
         raise QuantizationError(f"NaN or infinity among the attention logits of {name}") from None
+    return Softmax(*given, grid, scheme.static, clipped)

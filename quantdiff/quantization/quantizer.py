@@ -16,6 +16,7 @@ from quantdiff.hooks import dispatch
 from quantdiff.hooks.bare import BareCalls
 from quantdiff.hooks.dispatch import attends_itself
 from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
+from quantdiff.hooks.flash import FlashCall
 from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.layers import is_cross, layer_of
 from quantdiff.hooks.logits import HeadsOf, Logits, as_multiplied
@@ -26,6 +27,8 @@ from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.quantization.attention import Softmax, attend
+from quantdiff.quantization.clipping import Clipping, visible_count
+from quantdiff.quantization.grid import NoGridError
 from quantdiff.quantization.logits import softmax_of
 from quantdiff.quantization.scheme import Scheme
 
@@ -53,9 +56,18 @@ class FakeQuantizer:
 
     Attributes:
         scheme: what is done to the logits, or None where nothing is.
+        clipping: site -> how many logits were clipped since the context was entered, where they
+            are counted; of heads that are one head repeated, every repetition counts.
     """
 
-    def __init__(self, model: nn.Module, schemes: tuple[Scheme, ...], table: Table | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        schemes: tuple[Scheme, ...],
+        table: Table | None,
+        *,
+        count_clipped: bool = False,
+    ) -> None:
         sites = [scheme.site for scheme in schemes]
         for site in sites:
             if sites.count(site) > 1:
@@ -64,6 +76,8 @@ class FakeQuantizer:
                 )
         active = [scheme for scheme in schemes if scheme.quantizes]
         self.scheme = active[0] if active else None
+        self.clipping: dict[str, Clipping] = {}
+        self._count_clipped = count_clipped
         self._model, self._table = model, table
         self._wrapped: list[Entrance] = []
         self._handles: list[Any] = []
@@ -79,13 +93,14 @@ class FakeQuantizer:
         refuse(model)
         self._found = Found(model, None)
         # Whether attention may be computed outside of transformers' dispatch.
+        self._differentiable = False
         self._mixed = bool(self._found.bare or self._found.heads or not self._found.attention)
         self._runs = _Runs(
             [name for name, _ in self._found.layers],
             within=self._watching if self._mixed else contextlib.nullcontext,
             check=self._check_complete,
         )
-        self._bare = BareCalls(model, self._found, self._runs, self._sdpa, again=True)
+        self._bare = BareCalls(model, self._found, self._runs, self._bare_call, again=True)
         if table is not None and self.scheme.static and self._sites():
             table.check_model(self._sites())
 
@@ -99,6 +114,7 @@ class FakeQuantizer:
                 f"the {self.scheme.site} of this model are quantized already; leave that context "
                 "before another begins"
             )
+        self.clipping.clear()
         try:
             dispatch.replace([module for _, module in self._found.attention], self._call)
             for module in self._found.entrances:
@@ -137,6 +153,7 @@ class FakeQuantizer:
         self._wrapped.clear()
 
     def _watching(self) -> contextlib.AbstractContextManager[None]:
+        self._differentiable = torch.is_grad_enabled()
         return self._bare.watching()
 
     def _sites(self) -> dict[str, tuple[int, int]]:
@@ -188,15 +205,10 @@ class FakeQuantizer:
         out = self._attend(f"{name} (cross-attention)" if cross else name, logits, value)
         return out.transpose(1, 2).contiguous(), None  # (B, N, H, w)
 
-    def _sdpa(
-        self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: Any
-    ) -> Tensor | None:
-        """Compute a call of scaled_dot_product_attention."""
-        if not isinstance(call, SdpaCall):
-            raise QuantizationError(
-                f"{name} calls flash-attn by itself, whose logits cannot be quantized; "
-                "scaled_dot_product_attention's can"
-            )
+    def _bare_call(
+        self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: SdpaCall | FlashCall
+    ) -> Tensor:
+        """Compute a call that a model makes of scaled_dot_product_attention, or of flash-attn."""
         assert self.scheme is not None
         if call.dropout:
             raise QuantizationError(
@@ -208,14 +220,24 @@ class FakeQuantizer:
                 f"{name} computes its two maps in calls of their own, so that a dynamic range over "
                 "both is not known at the first; use granularity head or row, or a static range"
             )
+        if isinstance(call, FlashCall) and self._differentiable:
+            raise QuantizationError(
+                f"{name} calls flash-attn by itself, whose backward pass knows nothing of "
+                "quantization; run the model under torch.no_grad()"
+            )
         now.fired["scaled_dot_product_attention"] += 1
-        value = call.value if call.value.dim() == 4 else call.value[:, None]
         place = name if part is None else f"{name} (branch {part.branch})"
+        heads = None if part is None else np.repeat(part.heads, part.step)
+        if isinstance(call, FlashCall):
+            if place not in self._checked:
+                theirs = call.unshaped(call.compute()[0])
+                self._compare(place, theirs.transpose(1, 2), logits, call.value)
+            return call.shaped(self._attend(name, logits, call.value, heads))
+        value = call.value if call.value.dim() == 4 else call.value[:, None]
         if place not in self._checked:
             output = call.compute()
             output = output if output.dim() == 4 else output[:, None]
             self._compare(place, output.transpose(1, 2), logits, value)
-        heads = None if part is None else np.repeat(part.heads, part.step)
         out = self._attend(name, logits, value, heads)
         return out if call.value.dim() == 4 else out[:, 0]
 
@@ -241,13 +263,33 @@ class FakeQuantizer:
     ) -> Tensor:
         assert self.scheme is not None
         query, key = as_multiplied(logits.query, logits.key)
-        out = attend(
-            query, key, value, softmax_of(logits, self.scheme, self._table, name, heads),
-            logits.sinks,
-        )  # fmt: skip
+        clipped = np.zeros(query.shape[1], np.int64) if self._count_clipped else None
+        softmax = softmax_of(logits, self.scheme, self._table, name, heads, clipped)
+        try:
+            out = attend(query, key, value, softmax, logits.sinks)
+        except NoGridError:
+            raise QuantizationError(
+                f"NaN or infinity among the attention logits of {name}"
+            ) from None
+        if clipped is not None:
+            self._add_clipped(name, clipped, logits, heads)
         if not bool(torch.isfinite(out).all()):
             raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
         return out
+
+    def _add_clipped(
+        self, name: str, clipped: NDArray[np.int64], logits: Logits, heads: NDArray[Any] | None
+    ) -> None:
+        seen = visible_count(logits.visible, len(clipped))
+        places = np.arange(len(clipped)) if heads is None else heads
+        known = self.clipping.setdefault(name, Clipping.none(0))
+        short = int(places.max()) + 1 - len(known.seen)
+        if short > 0:  # the maps of a module may come in calls of their own
+            known.clipped, known.seen = (
+                np.concatenate([x, np.zeros(short, np.int64)]) for x in (known.clipped, known.seen)
+            )
+        np.add.at(known.clipped, places, clipped)
+        np.add.at(known.seen, places, seen)
 
     def _compare(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
         """Once a module: without quantization, the output is the model's own.
@@ -285,7 +327,12 @@ def _refuse_checkpointing(name: str, *_: Any) -> None:
         )
 
 
-def fake_quantize(model: nn.Module, *schemes: Scheme, table: Table | None = None) -> FakeQuantizer:
+def fake_quantize(
+    model: nn.Module,
+    *schemes: Scheme,
+    table: Table | None = None,
+    count_clipped: bool = False,
+) -> FakeQuantizer:
     """Compute a model with quantized values within a `with` block.
 
     Attention logits are rounded to their grid between q·kᵀ and softmax, for every backend; no
@@ -296,6 +343,7 @@ def fake_quantize(model: nn.Module, *schemes: Scheme, table: Table | None = None
             modules of `quantdiff.attention`, or one that calls scaled_dot_product_attention.
         schemes: one a site; 16 bits, or none, change nothing.
         table: static ranges, from `quantdiff.calibrate`.
+        count_clipped: whether the context's `clipping` tells how many logits were clipped.
 
     Returns:
         A context; the model computes as before when it is left, also by an exception.
@@ -306,4 +354,4 @@ def fake_quantize(model: nn.Module, *schemes: Scheme, table: Table | None = None
         QuantizationError: the model cannot be quantized rightly, or is quantized already.
         RecordingError: in a forward pass, a mask or a keyword that is not known.
     """
-    return FakeQuantizer(model, schemes, table)
+    return FakeQuantizer(model, schemes, table, count_clipped=count_clipped)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["ITEM", "PARTIAL", "available", "run"]
+__all__ = ["ITEM", "PARTIAL", "available", "run", "team"]
 
 BINS = 65536
 LANES = 16  # fp32 lanes of the widest vectors that may be used; the machine may offer fewer
@@ -71,7 +71,7 @@ def _library() -> Any:
 
 
 @cache
-def _team() -> int | None:
+def team() -> int | None:
     """Address of the function that runs code on the threads that torch computes with, or None."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     for name in (*map(str, bundled), None):
@@ -165,7 +165,7 @@ def run(
         out.ctypes.data,
         histogram.ctypes.data,
         bins.ctypes.data,
-        _team(),
+        team(),
         top.ctypes.data,
         top_count.ctypes.data,
     )

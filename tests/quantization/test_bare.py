@@ -116,11 +116,59 @@ def test_recording_sees_the_logits_before():
         assert not np.array_equal(seen.sites[1].max, plain.sites[1].max)
 
 
-def test_flash_attn_called_directly_is_refused():
+@pytest.mark.parametrize("window", [(-1, -1), (4, 0)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_flash_attn_called_directly(window, padded):
+    """As Phi-4-mini-flash does: four calls a layer, packed where there is padding."""
+    model = make(lambda i: Phi(i, window), layers=1, model_type="phi4flash")
+    module, mask = model.blocks[0].attn, torch.ones_like(IDS)
+    if padded:
+        mask[1, 8:] = 0
+    scheme = Scheme(SITE, 5, granularity="head")
+    rows, kept = IDS.shape[1], mask.bool()
+    seen = torch.ones(rows, rows, dtype=torch.bool).tril()
+    if window[0] >= 0:
+        seen &= torch.ones(rows, rows, dtype=torch.bool).triu(-window[0])
+    seen = seen & kept[:, None, :, None] & kept[:, None, None]
+    calls, caught = [], {}
+    module.out.register_forward_pre_hook(lambda m, args: caught.update(out=args[0]))
+    given = {"attention_mask": mask} if padded else {}
+    with flash_attn(calls), torch.no_grad():
+        plain = model(IDS, **given)
+        outs = []
+        for turned in (False, True):
+            contexts = [fake_quantize(model, scheme), record(model)]
+            recorder = contexts[1]
+            first, second = contexts[::-1] if turned else contexts
+            with first, second:
+                model(IDS, **given)
+            outs.append(caught["out"])
+            profile = recorder.profile()
+            assert profile.model["layout"] == "adjacent"
+            assert profile.attention_logits.count == int(seen.sum()) * 8
+        found = outs[0]
+        assert torch.equal(*outs)
+        assert torch.equal(model(IDS, **given), plain)
+    assert set(calls) == {"packed" if padded else "dense"}
+    q, k = module.seen
+    v = module.v(model.embedding(IDS) * 3).unflatten(-1, (-1, D)).transpose(1, 2)
+    kinds = layout("adjacent")
+    heads = q.shape[1]
+    keys = k[:, kinds.key_heads(heads, k.shape[1])]
+    parts = zip(*kinds.value_heads(heads, v.shape[1]), strict=True)
+    wide = torch.cat([v[:, list(part)] for part in parts], -1)
+    each, near, _ = materialised(q, keys, wide, scheme, seen, D**-0.5)
+    first, second = kinds.pairs(heads)
+    expected = (each[:, first] - module.lam() * each[:, second]).transpose(1, 2).flatten(2)
+    unsure = near.any((1, 3)) | ~kept
+    assert (~unsure).sum() > 5
+    assert torch.where(unsure[..., None], 0.0, (found - expected).abs()).max() < 1e-4
+
+
+def test_gradients_through_flash_attn_are_refused():
     model = make(Phi, model_type="phi4flash")
-    refused = pytest.raises(QuantizationError, match="calls flash-attn by itself")
-    scheme = Scheme(SITE, 4, granularity="head")
-    with flash_attn([]), torch.no_grad(), refused, fake_quantize(model, scheme):
+    refused = pytest.raises(QuantizationError, match="backward pass knows nothing")
+    with flash_attn([]), refused, fake_quantize(model, Scheme(SITE, 4, granularity="head")):
         model(IDS)
 
 

@@ -202,7 +202,7 @@ def test_gradients_are_straight_through(granularity):
         grid = softmax.grid
         if granularity == "row":
             low = x.masked_fill(~seen, torch.inf).amin(-1, keepdim=True)
-            grid = grid(low, x.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True))
+            grid = grid.of(low, x.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True))
         rounded = grid.quantize(x)
     y = (x + (rounded - x).detach()).masked_fill(~seen, -torch.inf)
     weights = torch.where(seen.any(-1, keepdim=True), y, 0.0).softmax(-1)

@@ -1,0 +1,53 @@
+"""How many values lay beyond their grids."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantdiff.statistics import Visible
+
+__all__ = ["Clipping", "visible_count"]
+
+
+@dataclass(eq=False)
+class Clipping:
+    """Clipped values of one site, by head.
+
+    Attributes:
+        clipped: values beyond the ends of their grid by more than rounding, (H,) int64.
+        seen: values that were quantized, (H,) int64.
+    """
+
+    clipped: NDArray[np.int64]
+    seen: NDArray[np.int64]
+
+    @classmethod
+    def none(cls, heads: int) -> "Clipping":
+        """Of a site that has not run."""
+        return cls(np.zeros(heads, np.int64), np.zeros(heads, np.int64))
+
+    @property
+    def share(self) -> float:
+        """Of all heads together, in 0 … 1."""
+        return float(self.clipped.sum() / max(self.seen.sum(), 1))
+
+
+def visible_count(visible: Visible, heads: int) -> NDArray[np.int64]:
+    """Logits that may be attended, by head, (H,) int64."""
+    if visible.mask is None:
+        each = int((visible.stop - visible.start).clamp(min=0).sum())
+        return np.full(heads, each, np.int64)
+    count = np.zeros(heads, np.int64)
+    rows, step = visible.start.shape[1], 256
+    for first in range(0, rows, step):
+        mask = visible.mask_rows(first, first + step)
+        assert mask is not None
+        column = np.arange(mask.shape[-1])
+        start, stop = (
+            x[:, first : first + step, None].cpu().numpy() for x in (visible.start, visible.stop)
+        )
+        inside = (column >= start) & (column < stop)  # (B, n, M)
+        seen = mask.cpu().numpy() & inside[:, None]  # (B, 1 or H, n, M)
+        count += seen.sum((0, 2, 3))
+    return count

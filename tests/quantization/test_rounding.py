@@ -1,0 +1,82 @@
+"""The compiled rounding gives what the grids give, to the bit."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantdiff.quantization import Grid, native
+from quantdiff.quantization.grid import NoGridError, RowGrids
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="needs the compiled rounding")
+
+
+def rounded(x, start, stop, grid, **options):
+    out = x.clone()
+    ends = (torch.tensor(end, dtype=torch.int32) for end in (start, stop))
+    return out, native.round_rows(out, *ends, grid, **options)
+
+
+def block(seed, heads, rows, keys, size):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(heads, rows, keys, generator=generator) * size
+    x[torch.rand(x.shape, generator=generator) < 0.1] = 0.0
+    start = torch.randint(0, keys, (rows,), generator=generator).tolist()
+    stop = [min(keys, s + int(torch.randint(0, keys + 1, (), generator=generator))) for s in start]
+    seen = torch.zeros(rows, keys, dtype=torch.bool)
+    for row, (first, last) in enumerate(zip(start, stop, strict=True)):
+        seen[row, first:last] = True
+    return x, start, stop, seen
+
+
+SIZES = st.sampled_from([1e-42, 1e-38, 1e-4, 1.0, 300.0, 1e30])
+
+
+@given(
+    seed=st.integers(0, 10**6), heads=st.integers(1, 4), rows=st.integers(1, 9),
+    keys=st.integers(1, 70), bits=st.integers(2, 8), symmetric=st.booleans(), size=SIZES,
+    threads=st.sampled_from([1, 2, 3]),
+)  # fmt: skip
+@settings(max_examples=150)
+def test_a_grid_of_each_row(seed, heads, rows, keys, bits, symmetric, size, threads):
+    x, start, stop, seen = block(seed, heads, rows, keys, size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out, clipped = rounded(x, start, stop, RowGrids(bits, symmetric), clips=False)
+    finally:
+        torch.set_num_threads(before)
+    least = x.masked_fill(~seen, torch.inf).amin(-1, keepdim=True)
+    most = x.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
+    grid = Grid.of(least, most, bits, symmetric)
+    expected = grid.quantize(x).masked_fill(~seen, -torch.inf)
+    assert torch.equal(out, expected)
+    assert np.array_equal(clipped, (grid.clipped(x) & seen).sum((1, 2)))
+
+
+@given(
+    seed=st.integers(0, 10**6), heads=st.integers(1, 4), rows=st.integers(1, 9),
+    keys=st.integers(1, 70), bits=st.integers(2, 8), symmetric=st.booleans(), size=SIZES,
+    reach=st.floats(0.05, 2.0),
+)  # fmt: skip
+@settings(max_examples=150)
+def test_a_grid_of_each_head(seed, heads, rows, keys, bits, symmetric, size, reach):
+    x, start, stop, seen = block(seed, heads, rows, keys, size)
+    most = x.amax((1, 2), keepdim=True) * reach
+    grid = Grid.of(-most.abs(), most.abs(), bits, symmetric)
+    out, clipped = rounded(x, start, stop, grid, clips=True)
+    assert torch.equal(out, grid.quantize(x).masked_fill(~seen, -torch.inf))
+    assert np.array_equal(clipped, (grid.clipped(x) & seen).sum((1, 2)))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -np.nan])
+def test_a_row_without_a_finite_range(bad, symmetric):
+    x, start, stop, _ = block(0, 2, 3, 9, 1.0)
+    start, stop = [0, 0, 0], [9, 9, 4]
+    x[1, 2, 6] = bad  # not visible
+    rounded(x, start, stop, RowGrids(4, symmetric), clips=False)
+    x[1, 1, 6] = bad
+    with pytest.raises(NoGridError, match="NaN or infinity"):
+        rounded(x, start, stop, RowGrids(4, symmetric), clips=False)
