@@ -6,44 +6,21 @@ clipped one does not; the backward pass computes each block a second time.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quantdiff.quantization import native
-from quantdiff.quantization.grid import Grid, RowGrids
-from quantdiff.statistics import Visible
+from quantdiff.quantization.grid import Grid
+from quantdiff.quantization.softmax import Softmax
 from quantdiff.statistics.precision import true_fp32
 
-__all__ = ["Softmax", "attend"]
+__all__ = ["attend"]
 
 BLOCK_ELEMENTS = 1 << 19  # logits of a block on a CPU; a GPU takes 32 times as many
-
-
-@dataclass(frozen=True, eq=False)
-class Softmax:
-    """All that is known of a call between its queries and its values.
-
-    Attributes:
-        scale, visible, softcap, bias: as in `quantdiff.statistics.measure_logits`.
-        grid: of each sequence and head, of shape (B or 1, H, 1, 1), or one a row; None where
-            logits are not quantized.
-        clips: whether the grid may end before the logits do.
-        clipped: (H,), to which the number of clipped logits of each head is added; or None.
-    """
-
-    scale: float
-    visible: Visible
-    softcap: float | None = None
-    bias: Callable[[int, int], Tensor] | None = None
-    grid: Grid | RowGrids | None = None
-    clips: bool = True
-    clipped: NDArray[np.int64] | None = None
 
 
 def attend(

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits, as_multiplied
-from quantdiff.quantization.attention import Softmax
 from quantdiff.quantization.grid import Grid, NoGridError, RowGrids
 from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.softmax import Softmax
 from quantdiff.statistics import NonFiniteError
 from quantdiff.statistics.streaming import logit_extremes
 

@@ -26,11 +26,13 @@ from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
 from quantdiff.hooks.sdpa import SdpaCall
-from quantdiff.quantization.attention import Softmax, attend
+from quantdiff.quantization import flex
+from quantdiff.quantization.attention import attend
 from quantdiff.quantization.clipping import Clipping, visible_count
 from quantdiff.quantization.grid import NoGridError
 from quantdiff.quantization.logits import softmax_of
 from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.softmax import Softmax
 
 __all__ = ["FakeQuantizer", "Table", "fake_quantize"]
 
@@ -266,7 +268,8 @@ class FakeQuantizer:
         clipped = np.zeros(query.shape[1], np.int64) if self._count_clipped else None
         softmax = softmax_of(logits, self.scheme, self._table, name, heads, clipped)
         try:
-            out = attend(query, key, value, softmax, logits.sinks)
+            path = flex.attend if flex.takes(query, key, value, softmax) else attend
+            out = path(query, key, value, softmax, logits.sinks)
         except NoGridError:
             raise QuantizationError(
                 f"NaN or infinity among the attention logits of {name}"

@@ -1,0 +1,125 @@
+"""Attention over fake-quantized logits by torch's compiled flex attention: the path of GPUs.
+
+The grid goes into the kernel as a modification of the scores, so that logits never leave the chip.
+It needs a grid that is known before: rows that make their own, counting and gradients take the
+blocks of attention.py.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantdiff.quantization.grid import Grid
+from quantdiff.quantization.softmax import Softmax
+from quantdiff.statistics import Visible
+from quantdiff.statistics.precision import true_fp32
+
+__all__ = ["attend", "takes"]
+
+BLOCK = 128  # rows and keys of a block of the mask, as flex attention wants it
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> bool:
+    """Whether a call is one for this path."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and isinstance(softmax.grid, Grid)
+        and softmax.clipped is None
+        and softmax.bias is None
+        and softmax.visible.mask is None
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
+    )
+
+
+@torch.no_grad()
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | None = None
+) -> Tensor:
+    """softmax(quantized logits)·v, as `quantdiff.quantization.attention.attend`.
+
+    Args:
+        q: (B, H, N, D); k: (B, G, M, D); v: (B, G', M, w), of one dtype.
+        softmax: with a grid and without a bias or a mask beside the intervals.
+        sinks: (H,) or None.
+
+    Returns:
+        (B, H, N, w) in v's dtype. The weights are rounded to it before they meet the values.
+    """
+    grid, visible = softmax.grid, softmax.visible
+    assert isinstance(grid, Grid)
+    batch, heads = q.shape[:2]
+    groups = max(k.shape[1], v.shape[1])
+    k, v = (x.repeat_interleave(groups // x.shape[1], 1) for x in (k, v))
+    step, zero = (x[:, :, 0, 0].expand(batch, heads).contiguous() for x in (grid.step, grid.zero))
+    # Tensors and not numbers: numbers would be compiled in, once for every width.
+    given = torch.tensor([softmax.scale, grid.low, grid.high], device=q.device)
+    cap = None if softmax.softcap is None else torch.tensor(softmax.softcap, device=q.device)
+    start, stop = visible.start.to(q.device), visible.stop.to(q.device)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        s = score.float() * given[0]  # half-precision scores are clamped wrongly on a CPU
+        if cap is not None:
+            s = torch.tanh(s / cap) * cap
+        s = torch.round(s / step[b, h]) + zero[b, h]
+        s = torch.minimum(torch.maximum(s, given[1]), given[2])
+        return (s - zero[b, h]) * step[b, h]
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= start[b, i]) & (j < stop[b, i])
+
+    with true_fp32():
+        out = _flex()(
+            q, k, v, score_mod=score_mod, scale=1.0, enable_gqa=groups != heads,
+            return_lse=sinks is not None,
+            block_mask=_blocks(Visible(start, stop), k.shape[2], mask_mod),
+        )  # fmt: skip
+    if sinks is not None:
+        out, lse = out
+        out = out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None]
+    blind = (stop <= start)[:, None, :, None]  # (B, 1, N, 1)
+    return out.masked_fill(blind, 0.0).to(v.dtype)
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _blocks(visible: Visible, keys: int, mask_mod: Any) -> Any:
+    """The mask by blocks, from the intervals alone: no n×n mask is made."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    start, stop = visible.start, visible.stop.clamp(max=keys)
+    batch, rows = start.shape
+    pad = -rows % BLOCK
+    blind = stop <= start
+    # Rows that see nothing widen no block; those beyond the end narrow none.
+    first = torch.where(blind, keys, start)
+    last = torch.where(blind, 0, stop)
+
+    def over(x: Tensor, fill: int) -> Tensor:
+        return torch.nn.functional.pad(x, (0, pad), value=fill).view(batch, -1, BLOCK)  # (B, R, n)
+
+    least, most = over(first, keys).amin(-1), over(last, 0).amax(-1)  # (B, R)
+    latest, soonest = over(first, 0).amax(-1), over(last, keys).amin(-1)
+    begin = torch.arange(0, keys, BLOCK, device=start.device)  # (C,)
+    end = (begin + BLOCK).clamp(max=keys)
+    some = (begin < most[..., None]) & (end > least[..., None])  # (B, R, C)
+    whole = some & (latest[..., None] <= begin) & (soonest[..., None] >= end)
+    whole &= end - begin == BLOCK
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=mask_mod,
+        seq_lengths=(rows, keys),
+    )  # fmt: skip
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row are chosen, (B, 1, R), and which, first, (B, 1, R, C)."""
+    count = chosen.sum(-1, dtype=torch.int32)[:, None]
+    order = torch.argsort((~chosen).to(torch.int8), dim=-1, stable=True).to(torch.int32)[:, None]
+    return count.contiguous(), order.contiguous()

@@ -1,0 +1,34 @@
+"""What happens to an attention call between its queries and its values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantdiff.quantization.grid import Grid, RowGrids
+from quantdiff.statistics import Visible
+
+__all__ = ["Softmax"]
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """All that is known of a call between its queries and its values.
+
+    Attributes:
+        scale, visible, softcap, bias: as in `quantdiff.statistics.measure_logits`.
+        grid: of each sequence and head, of shape (B or 1, H, 1, 1), or one a row; None where
+            logits are not quantized.
+        clips: whether the grid may end before the logits do.
+        clipped: (H,), to which the number of clipped logits of each head is added; or None.
+    """
+
+    scale: float
+    visible: Visible
+    softcap: float | None = None
+    bias: Callable[[int, int], Tensor] | None = None
+    grid: Grid | RowGrids | None = None
+    clips: bool = True
+    clipped: NDArray[np.int64] | None = None

@@ -1,0 +1,82 @@
+"""The path of GPUs, compiled for the CPU: the numbers of the blocks."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from quantdiff import Scheme
+from quantdiff.hooks.logits import Logits
+from quantdiff.quantization import flex
+from quantdiff.quantization.attention import attend
+from quantdiff.quantization.logits import softmax_of
+from quantdiff.statistics import Visible
+from tests.quantization.test_fake_quantize import SITE, Fixed
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles with g++")
+
+H, G, N, D = 4, 2, 200, 32
+SCALE = D**-0.5
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+
+
+def visibles():
+    causal = Visible.causal(2, N, N)
+    padded = Visible.causal(2, N, N)
+    padded.start[1] = 37
+    padded.stop[1, :37] = 0
+    sliding = Visible.causal(2, N, N)
+    sliding.start = (sliding.stop - 50).clamp(min=0)
+    return {"causal": causal, "padded": padded, "sliding": sliding,
+            "everything": Visible.everything(2, N, N)}  # fmt: skip
+
+
+def close(found, expected, v):
+    """Share of the rows that agree; bf16 weights are rounded before they meet the values."""
+    # Another order of sums moves a logit over a rounding boundary now and then.
+    gap = (found.float() - expected.float()).abs().amax(-1)
+    rounding = 1e-5 if expected.dtype == torch.float32 else 1e-2
+    return float((gap <= rounding * v.abs().max()).float().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_numbers_of_the_blocks(dtype):
+    """One compilation serves every mask, width, grid and range."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = ((torch.randn(2, h, N, D, generator=generator) * 2).to(dtype) for h in (H, G, G))
+    table = Fixed(np.float32([-3, -2, -1, -4]), np.float32([2, 2.5, 3, 1]))
+    for visible in visibles().values():
+        logits = Logits(q, k, SCALE, visible)
+        for scheme in (
+            Scheme(SITE, 4), Scheme(SITE, 8, granularity="head"), Scheme(SITE, 3, symmetric=False),
+            Scheme(SITE, 5, "absmax", "head"), Scheme(SITE, 2, "absmax", "head", symmetric=False),
+        ):  # fmt: skip
+            softmax = softmax_of(logits, scheme, table, "here")
+            expected = attend(q, k, v, softmax)
+            with torch.compiler.set_stance("default"):
+                found = flex.attend(q, k, v, softmax)
+            assert found.dtype == expected.dtype
+            assert close(found, expected, v) > 0.99
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_soft_caps_sinks_and_wide_values():
+    """Not compiled: the CPU's flex attention gives no log-sum-exp."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(1, h, N, D, generator=generator) * 3 for h in (H, G))
+    v = torch.randn(1, H, N, 2 * D, generator=generator)
+    logits = Logits(q, k, SCALE, Visible.causal(1, N, N), softcap=5.0)
+    softmax = softmax_of(logits, Scheme(SITE, 6), None, "here")
+    for sinks in (None, SINKS):
+        expected = attend(q, k, v, softmax, sinks)
+        assert close(flex.attend(q, k, v, softmax, sinks), expected, v) > 0.99
+
+
+def test_what_it_takes():
+    q = torch.randn(1, H, N, D)
+    logits = Logits(q, q, SCALE, Visible.causal(1, N, N))
+    softmax = softmax_of(logits, Scheme(SITE, 6), None, "here")
+    assert not flex.takes(q, q, q, softmax)  # blocks cost a CPU little, a compilation much
