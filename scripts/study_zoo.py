@@ -2,18 +2,18 @@
 
 Trains the `small` trio again and again, one thing changed at a time, and measures each model on the
 held-out text: loss, the largest and the median attention logit and hidden state, and the loss with
-quantized logits. Finished models are not trained again, broken-off ones go on.
+quantized logits. Finished models, and those that the results hold already, are not trained again;
+broken-off ones go on.
 
     python scripts/study_zoo.py --out runs/study
     python scripts/study_zoo.py --out runs/study --part 1/2     # and 2/2 beside it
-    python scripts/study_zoo.py --out runs/study --collect docs/zoo_study.json
+    python scripts/study_zoo.py --out runs/study --collect      # into docs/zoo_study.json
 """
 
 import argparse
 import contextlib
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from zoo_recipe import KINDS, SIZES, Recipe, Stream, bigram_loss, train_tokenize
 
 import quantdiff
 from quantdiff.files import write_json
-from quantdiff.versions import versions
 
 BASE = replace(SIZES["small"], dtype="float32")
 SEEDS = (0, 1, 2)
@@ -36,11 +35,13 @@ BITS = (8, 6, 4, 3, 2)
 # What is varied -> the recipes, by seed; in the order in which they are trained.
 STUDY: dict[str, list[Recipe]] = {
     "rate 3e-3": [replace(BASE, seed=seed) for seed in SEEDS],
-    "rate 1e-3": [replace(BASE, seed=seed, rate=1e-3) for seed in SEEDS],
+    "rate 1e-3": [replace(BASE, rate=1e-3)],
     "context 512": [replace(BASE, length=512, batch=BASE.batch // 2)],
     "8 heads of 16": [replace(BASE, heads=8)],
     "twice as long": [replace(BASE, tokens=2 * BASE.tokens)],
+    "rate 1e-3, more seeds": [replace(BASE, seed=seed, rate=1e-3) for seed in SEEDS[1:]],
 }
+RESULTS = Path(__file__).parent.parent / "docs" / "zoo_study.json"
 
 
 def runs() -> list[tuple[str, Recipe, str]]:
@@ -85,7 +86,9 @@ def train(out: Path, part: tuple[int, int]) -> None:
     streams = {n: Stream(DATA, tokenizer, n) for n in {r.length for _, r, _ in runs()}}
     test = Stream(HELD_OUT_TEXT, tokenizer, BASE.length)
     bigram = bigram_loss(streams[BASE.length].tokens, test.tokens)
-    mine = runs()[part[0] - 1 :: part[1]]
+    done = {key_of(told) for told in results()}
+    missing = [run for run in runs() if (run[0], run[1].seed, run[2]) not in done]
+    mine = missing[part[0] - 1 :: part[1]]
     columns = (
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
         TimeRemainingColumn(),
@@ -113,24 +116,31 @@ def train(out: Path, part: tuple[int, int]) -> None:
             (place / kind / "state.pt").unlink(missing_ok=True)
 
 
-def collect(out: Path, target: Path) -> None:
-    """All that was measured, in one file."""
-    found = []
+def key_of(told: dict[str, Any]) -> tuple[str, int, str]:
+    return told["variant"], told["recipe"]["seed"], told["kind"]
+
+
+def results() -> list[dict[str, Any]]:
+    """What was collected so far."""
+    if not RESULTS.exists():
+        return []
+    models: list[dict[str, Any]] = json.loads(RESULTS.read_text())["models"]
+    return models
+
+
+def collect(out: Path) -> None:
+    """Add what was measured to the results."""
+    found = {key_of(told): told for told in results()}
     for variant, recipe, kind in runs():
         path = folder(out, variant, recipe) / kind / "measured.json"
         if path.exists():
             told = json.loads(path.read_text())
-            found.append({key: told[key] for key in told if key not in ("versions", "text")})
-    write_json(
-        target,
-        {
-            "made": time.strftime("%Y-%m-%d"),
-            "measured_tokens": MEASURED,
-            "versions": versions(),
-            "models": found,
-        },
-    )
-    print(f"{len(found)} of {len(runs())} models written to {target}")
+            told["versions"] = {name: told["versions"][name] for name in ("torch", "transformers")}
+            found[key_of(told)] = told
+    order = [(variant, recipe.seed, kind) for variant, recipe, kind in runs()]
+    models = [found[key] for key in order if key in found]
+    write_json(RESULTS, {"measured_tokens": MEASURED, "models": models})
+    print(f"{len(models)} of {len(order)} models written to {RESULTS}")
 
 
 def main() -> int:
@@ -139,10 +149,10 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default="1/1", help="train every n-th model: 1/2, 2/2")
-    parser.add_argument("--collect", type=Path, help="write what was measured, and train nothing")
+    parser.add_argument("--collect", action="store_true", help="write what was measured alone")
     options = parser.parse_args()
-    if options.collect is not None:
-        collect(options.out, options.collect)
+    if options.collect:
+        collect(options.out)
         return 0
     first, count = (int(x) for x in options.part.split("/"))
     train(options.out, (first, count))
