@@ -37,8 +37,9 @@ SHARES = {
     "tf32": 0.30,
     "attention": 0.45,
     "recording": 0.58,
-    "maps": 0.65,
-    "timing": 0.82,
+    "maps": 0.63,
+    "quantization": 0.72,
+    "timing": 0.84,
     "flex recording": 0.91,
     "flex attention": 1.00,
 }
@@ -63,6 +64,11 @@ def parts(place: Place) -> dict[str, Callable[[], list[Check]]]:
         from gpu_checks.maps import maps_checks
 
         return maps_checks(place)
+
+    def quantization() -> list[Check]:
+        from gpu_checks.quantization import quantization_checks
+
+        return quantization_checks(place)
 
     def lse() -> list[Check]:
         from gpu_checks.logits import lse_checks
@@ -91,6 +97,7 @@ def parts(place: Place) -> dict[str, Callable[[], list[Check]]]:
         "attention": lambda: attention(False),
         "recording": lambda: recording(False),
         "maps": maps,
+        "quantization": quantization,
         "timing": timing,
         "flex recording": lambda: recording(True),
         "flex attention": lambda: attention(True),

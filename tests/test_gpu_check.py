@@ -14,8 +14,8 @@ import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 PARTS = {
-    "environment", "log-sum-exp", "tf32", "attention", "recording", "maps", "timing",
-    "flex recording", "flex attention",
+    "environment", "log-sum-exp", "tf32", "attention", "recording", "maps",
+    "quantization", "timing", "flex recording", "flex attention",
 }  # fmt: skip
 
 
