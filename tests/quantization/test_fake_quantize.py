@@ -11,6 +11,7 @@ from quantdiff import (
     RecordingError,
     Scheme,
     UsageError,
+    calibrate,
     fake_quantize,
     record,
 )
@@ -25,6 +26,7 @@ from tests.hooks.test_differential import OWN, Small
 from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 SITE = "attention_logits"
+NEAR = 1e-5  # which side a logit so near to a boundary goes to is chance
 BACKENDS = ("eager", "sdpa", "flex_attention")
 
 
@@ -80,7 +82,7 @@ def materialised(q, k, v, scheme, seen, scale, table=None):
                 inside = integers.clamp(low, high)
                 clipped += int(((integers != inside) & seen[b, h, n]).sum())
                 quantized[b, h, n] = (inside - zero) * step
-                near[b, h, n] = ((y - y.floor() - 0.5).abs() < 1e-4) & seen[b, h, n]
+                near[b, h, n] = ((y - y.floor() - 0.5).abs() * step < NEAR) & seen[b, h, n]
     weights = quantized.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
     v = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
     return weights @ v, near, clipped
@@ -93,9 +95,12 @@ def ours(q, k, v, scheme, visible, scale, table=None):
 
 def compare(q, k, v, scheme, visible, seen, scale, table=None, tolerance=1e-5):
     expected, near, clipped = materialised(q, k, v, scheme, seen, scale, table)
-    found = ours(q, k, v, scheme, visible, scale, table).double()
+    counted = np.zeros(q.shape[1], np.int64)
+    softmax = softmax_of(Logits(q, k, scale, visible), scheme, table, "here", clipped=counted)
+    found = attend(q, k, v, softmax).double()
     unsure = near.any(-1, keepdim=True)
-    assert near.sum() <= 0.01 * seen.expand(near.shape).sum() + 2
+    assert near.sum() <= 0.01 * seen.expand(near.shape).sum() + 1
+    assert abs(int(counted.sum()) - clipped) <= int(near.sum())
     gap = torch.where(unsure, 0.0, (found - expected).abs())
     assert float(gap.max()) <= tolerance * float(v.abs().max())
     return clipped
@@ -139,13 +144,7 @@ def test_static_ranges_clip(bits, symmetric):
     visible, seen = padded(2, 21, (0, 6))
     table = Fixed(np.float32([-3, -2, -1, -4]), np.float32([2, 2.5, 3, 1]))
     scheme = Scheme(SITE, bits, "absmax", "head", symmetric)
-    clipped = compare(q, k, v, scheme, visible, seen, 0.25, table)
-    assert clipped > 0
-    # The number of clipped logits, by the grid itself.
-    x = reference.logits(q, k, 0.25).float()
-    logits = Logits(q, k, 0.25, visible)
-    grid = softmax_of(logits, scheme, table, "here").grid
-    assert int((grid.clipped(x) & seen).sum()) == pytest.approx(clipped, abs=2)
+    assert compare(q, k, v, scheme, visible, seen, 0.25, table) > 0
 
 
 @given(
@@ -153,10 +152,14 @@ def test_static_ranges_clip(bits, symmetric):
     granularity=st.sampled_from(["tensor", "head", "row"]), groups=st.sampled_from([1, 2, 4]),
     rows=st.integers(1, 20), past=st.integers(0, 6), pad=st.integers(0, 19),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    small=st.booleans(),
+    small=st.booleans(), static=st.booleans(), window=st.none() | st.integers(1, 8),
+    holes=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=60)
-def test_any_shape(seed, bits, symmetric, granularity, groups, rows, past, pad, dtype, small):
+@settings(max_examples=150)
+def test_any_shape(
+    seed, bits, symmetric, granularity, groups, rows, past, pad, dtype, small, static, window, holes
+):
+    """Any dtype, range and mask: causal, padded, sliding, and with holes that no interval tells."""
     before = attention.BLOCK_ELEMENTS
     attention.BLOCK_ELEMENTS = 64 if small else before
     try:
@@ -167,9 +170,21 @@ def test_any_shape(seed, bits, symmetric, granularity, groups, rows, past, pad, 
         pad = min(pad, keys - 1)
         visible.start[1] = pad
         seen[1, :, :, :pad] = False
-        scheme = Scheme(SITE, bits, granularity=granularity, symmetric=symmetric)
+        if window is not None:
+            visible.start = torch.maximum(visible.start, visible.stop - window)
+            seen &= torch.ones(rows, keys, dtype=torch.bool).triu(past - window + 1)
+        if holes:
+            generator = torch.Generator().manual_seed(seed)
+            visible.mask = torch.rand(2, 1, rows, keys, generator=generator) < 0.7
+            seen = seen & visible.mask
+        static = static and granularity != "row"
+        range_ = "absmax" if static else "dynamic"
+        table = Fixed(np.float32([-3, -2, -1, -4]), np.float32([2, 2.5, 3, 1])) if static else None
+        if static and granularity == "tensor":
+            table = Fixed(np.float32([-3] * 4), np.float32([2] * 4))
+        scheme = Scheme(SITE, bits, range_, granularity, symmetric)
         rounding = 1e-5 if dtype == torch.float32 else 1e-2
-        compare(q, k, v, scheme, visible, seen, 0.3, tolerance=rounding)
+        compare(q, k, v, scheme, visible, seen, 0.3, table, tolerance=rounding)
     finally:
         attention.BLOCK_ELEMENTS = before
 
@@ -281,22 +296,31 @@ def test_models(name, granularity):
         assert (found - plain[real]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "range_",
+    [("dynamic", "tensor"), ("dynamic", "head"), ("dynamic", "row"), ("percentile:90", "tensor"),
+     ("percentile:90", "head")],
+    ids="-".join,
+)  # fmt: skip
 @pytest.mark.parametrize("name", OWN)
-def test_our_own_modules(name):
+def test_our_own_modules(name, range_, symmetric):
+    """Every layout."""
     torch.manual_seed(0)
     model = Small(lambda i: OWN[name](i, "sdpa"), layers=1).eval()
-    module = model.blocks[0].attention
+    heads = model.blocks[0].attention.heads
     given = batch()
-    scheme = Scheme(SITE, 5)
+    scheme = Scheme(SITE, 5, *range_, symmetric=symmetric)
     caught = {}
-    heads = module.heads
     heads.register_forward_hook(lambda m, args, out: caught.update(args=args, out=out))
     with torch.no_grad():
         before = model(**given)
-        with fake_quantize(model, scheme):
+        table = calibrate(model, [given]) if scheme.static else None
+        quantizer = fake_quantize(model, scheme, table=table, count_clipped=True)
+        with quantizer:
             model(**given)
         assert torch.equal(model(**given), before)
-        with fake_quantize(model, scheme):
+        with fake_quantize(model, scheme, table=table):
             model(**given)
     q, k, v, kept = caught["args"]
     kinds = layout(name)
@@ -307,9 +331,15 @@ def test_our_own_modules(name):
     seen = (
         torch.ones(20, 20, dtype=torch.bool).tril() & kept[:, None, None] & kept[:, None, :, None]
     )
-    expected, near, _ = materialised(q, k, v, scheme, seen, heads.scale)
+    ((site, clipping),) = quantizer.clipping.items()
+    fixed = Fixed(*table.range(scheme, site)) if table is not None else None
+    expected, near, clipped = materialised(q, k, v, scheme, seen, heads.scale, fixed)
     gap = torch.where(near.any(-1, keepdim=True), 0.0, (caught["out"] - expected).abs())
     assert gap.max() < 1e-4
+    assert abs(int(clipping.clipped.sum()) - clipped) <= int(near.sum())
+    assert (clipped > 0) == scheme.static
+    assert (clipping.seen == int(seen.sum())).all()
+    assert clipping.share == pytest.approx(clipped / (q.shape[1] * int(seen.sum())), abs=1e-3)
 
 
 def test_sixteen_bits_change_nothing():
