@@ -211,7 +211,7 @@ def _asks_the_table(module_type: type) -> bool:
 def attends_itself(module_type: type) -> bool:
     """Whether a class's methods, or functions that they name, call an attention function."""
     for function in _functions(module_type):
-        named = [function.__globals__.get(name) for name in function.__code__.co_names]
+        named = [function.__globals__.get(name) for name in _names(function.__code__)]
         for known in [function, *named]:
             code = getattr(known, "__code__", None)
             if code is not None and _ATTENTION & _names(code):
@@ -225,7 +225,10 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-_ATTENTION = {"scaled_dot_product_attention", "flash_attn_func", "flash_attn_varlen_func"}
+_ATTENTION = {
+    "scaled_dot_product_attention", "flash_attn_func", "flash_attn_varlen_func",
+    "_flash_attn_forward", "_flash_attn_varlen_forward",
+}  # fmt: skip
 
 
 def _functions(module_type: type) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits, as_multiplied
@@ -14,7 +15,7 @@ from quantdiff.quantization.softmax import Softmax
 from quantdiff.statistics import NonFiniteError
 from quantdiff.statistics.streaming import logit_extremes
 
-__all__ = ["softmax_of"]
+__all__ = ["extremes", "softmax_of"]
 
 
 def softmax_of(
@@ -24,6 +25,7 @@ def softmax_of(
     name: str,
     heads: NDArray[Any] | None = None,
     clipped: NDArray[np.int64] | None = None,
+    ends: tuple[Tensor, Tensor] | None = None,
 ) -> Softmax:
     """What happens between the queries and the values of one call.
 
@@ -33,6 +35,8 @@ def softmax_of(
         table: a `Table`, for static ranges.
         name: of the site.
         heads: which of the site's heads the call has, or None for all.
+        ends: least and largest logits, (B, any number) each, where a dynamic range spans more than
+            this call; None for those of this call.
         clipped: (H of the call,), to which the number of clipped logits of each head is added.
 
     Raises:
@@ -43,34 +47,45 @@ def softmax_of(
         grids = RowGrids(scheme.bits, scheme.symmetric)
         return Softmax(*given, grids, clips=False, clipped=clipped)
     if scheme.static:
-        ends = table.range(scheme, name)  # type: ignore[attr-defined]
-        if heads is not None and int(heads.max()) < len(ends[0]):
-            ends = tuple(end[heads] for end in ends)
-        least, most = (torch.from_numpy(end).to(logits.query.device)[None] for end in ends)
+        stored = table.range(scheme, name)  # type: ignore[attr-defined]
+        if heads is not None and int(heads.max()) < len(stored[0]):
+            stored = tuple(end[heads] for end in stored)
+        least, most = (torch.from_numpy(end).to(logits.query.device)[None] for end in stored)
         if least.shape[1] != logits.query.shape[1]:
             raise QuantizationError(
                 f"the table holds ranges of {least.shape[1]} heads for {name}, which has "
                 f"{logits.query.shape[1]}"
             )
     else:
-        try:
-            least, most = logit_extremes(
-                *as_multiplied(logits.query.detach(), logits.key.detach()),
-                logits.scale,
-                logits.visible,
-                softcap=logits.softcap,
-                bias=logits.bias,
-            )  # (B, H)
-        except NonFiniteError as error:
-            raise QuantizationError(
-                f"NaN or infinity among the attention logits of {name}, head {error.group}"
-            ) from None
+        least, most = extremes(logits, name) if ends is None else ends  # (B, H)
         if scheme.granularity == "tensor":
-            heads = least.shape[1]
-            least = least.amin(1, keepdim=True).expand(-1, heads)
-            most = most.amax(1, keepdim=True).expand(-1, heads)
+            count = logits.query.shape[1]
+            least = least.amin(1, keepdim=True).expand(-1, count)
+            most = most.amax(1, keepdim=True).expand(-1, count)
     try:
         grid = Grid.of(least[..., None, None], most[..., None, None], scheme.bits, scheme.symmetric)
     except NoGridError:
         raise QuantizationError(f"NaN or infinity among the attention logits of {name}") from None
     return Softmax(*given, grid, scheme.static, clipped)
+
+
+def extremes(logits: Logits, name: str) -> tuple[Tensor, Tensor]:
+    """Least and largest logit that counts, of each sequence and head, (B, H) fp32 each.
+
+    +inf and −inf where nothing counts.
+
+    Raises:
+        QuantizationError: NaN or infinity among them.
+    """
+    try:
+        return logit_extremes(
+            *as_multiplied(logits.query.detach(), logits.key.detach()),
+            logits.scale,
+            logits.visible,
+            softcap=logits.softcap,
+            bias=logits.bias,
+        )
+    except NonFiniteError as error:
+        raise QuantizationError(
+            f"NaN or infinity among the attention logits of {name}, head {error.group}"
+        ) from None

@@ -27,10 +27,11 @@ from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.quantization import flex
+from quantdiff.quantization.apart import MeasuredFirst
 from quantdiff.quantization.attention import attend
 from quantdiff.quantization.clipping import Clipping, visible_count
 from quantdiff.quantization.grid import NoGridError
-from quantdiff.quantization.logits import softmax_of
+from quantdiff.quantization.logits import extremes, softmax_of
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.softmax import Softmax
 
@@ -102,6 +103,7 @@ class FakeQuantizer:
             within=self._watching if self._mixed else contextlib.nullcontext,
             check=self._check_complete,
         )
+        self._first = MeasuredFirst(self._apart(), self._runs, self._watching)
         self._bare = BareCalls(model, self._found, self._runs, self._bare_call, again=True)
         if table is not None and self.scheme.static and self._sites():
             table.check_model(self._sites())
@@ -129,6 +131,7 @@ class FakeQuantizer:
                     self._handles.append(module.register_forward_pre_hook(hook))
             if self._mixed:
                 self._handles += self._runs.watch(list(self._model.named_modules())[1:])
+            self._first.begin()
             for name, heads in self._found.heads:
                 self._forwards.append(heads)
                 heads.forward = self._heads(name, heads)  # type: ignore[method-assign]
@@ -144,6 +147,7 @@ class FakeQuantizer:
         if self.scheme is None:
             return
         dispatch.restore([module for _, module in self._found.attention])
+        self._first.end()
         for heads in self._forwards:
             heads.__dict__.pop("forward", None)
         for handle in self._handles:
@@ -153,6 +157,18 @@ class FakeQuantizer:
         self._handles.clear()
         self._forwards.clear()
         self._wrapped.clear()
+
+    def _apart(self) -> dict[str, nn.Module]:
+        """Modules whose maps are attention calls of their own, where one range spans them."""
+        assert self.scheme is not None
+        if not self.scheme.over_both:
+            return {}
+        owners = dict.fromkeys(
+            self._found.owner(name)
+            for name, module in self._found.modules.items()
+            if layer_of(name, self._found.layers) is not None and attends_itself(type(module))
+        )
+        return {n: self._found.modules[n] for n in owners if self._found.family(n).apart}
 
     def _watching(self) -> contextlib.AbstractContextManager[None]:
         self._differentiable = torch.is_grad_enabled()
@@ -209,7 +225,7 @@ class FakeQuantizer:
 
     def _bare_call(
         self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: SdpaCall | FlashCall
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Compute a call that a model makes of scaled_dot_product_attention, or of flash-attn."""
         assert self.scheme is not None
         if call.dropout:
@@ -217,15 +233,18 @@ class FakeQuantizer:
                 f"{name} drops attention weights out; quantized attention does not: set its "
                 "attention dropout to 0"
             )
-        if part is not None and not self.scheme.static and self.scheme.granularity == "tensor":
-            raise QuantizationError(
-                f"{name} computes its two maps in calls of their own, so that a dynamic range over "
-                "both is not known at the first; use granularity head or row, or a static range"
-            )
         if isinstance(call, FlashCall) and self._differentiable:
             raise QuantizationError(
                 f"{name} calls flash-attn by itself, whose backward pass knows nothing of "
                 "quantization; run the model under torch.no_grad()"
+            )
+        if self._first.measures(name):
+            self._first.add(name, *extremes(logits, name))
+            return None
+        if part is not None and self.scheme.over_both and self._first.ends(name) is None:
+            raise QuantizationError(
+                f"{name} computes its two maps in calls of their own, so that a dynamic range over "
+                "both is not known at the first; use granularity head or row, or a static range"
             )
         now.fired["scaled_dot_product_attention"] += 1
         place = name if part is None else f"{name} (branch {part.branch})"
@@ -266,7 +285,8 @@ class FakeQuantizer:
         assert self.scheme is not None
         query, key = as_multiplied(logits.query, logits.key)
         clipped = np.zeros(query.shape[1], np.int64) if self._count_clipped else None
-        softmax = softmax_of(logits, self.scheme, self._table, name, heads, clipped)
+        ends = self._first.ends(name)
+        softmax = softmax_of(logits, self.scheme, self._table, name, heads, clipped, ends)
         try:
             path = flex.attend if flex.takes(query, key, value, softmax) else attend
             out = path(query, key, value, softmax, logits.sinks)

@@ -91,6 +91,11 @@ class Scheme:
         return self.range != "dynamic"
 
     @property
+    def over_both(self) -> bool:
+        """Whether one dynamic range spans both maps of a differential pair."""
+        return self.range == "dynamic" and self.granularity == "tensor"
+
+    @property
     def quantizes(self) -> bool:
         """Whether anything is changed at all: not with 16 bits."""
         return self.bits < 16

@@ -64,11 +64,10 @@ def test_maps_in_calls_of_their_own(name, build):
     module = model.blocks[0].attn
     with torch.no_grad():
         plain = model(IDS)
-        refused = pytest.raises(QuantizationError, match="calls of their own")
-        with refused, fake_quantize(model, Scheme(SITE, 5)):
-            model(IDS)
         table = calibrate(model, [{"input_ids": IDS}])
-        for scheme in (Scheme(SITE, 5, granularity="head"), Scheme(SITE, 5, "absmax", "head")):
+        for scheme in (
+            Scheme(SITE, 5), Scheme(SITE, 5, granularity="head"), Scheme(SITE, 5, "absmax", "head")
+        ):  # fmt: skip
             caught = {}
             handle = module.out.register_forward_pre_hook(
                 lambda m, args, caught=caught: caught.update(out=args[0])
@@ -76,7 +75,9 @@ def test_maps_in_calls_of_their_own(name, build):
             with fake_quantize(model, scheme, table=table), record(model) as recorder:
                 model(IDS)
             handle.remove()
-            assert recorder.profile().model["layout"] == name
+            profile = recorder.profile()
+            assert profile.model["layout"] == name
+            assert "forward" not in vars(module)
             q, k = module.seen
             v = module.v(model.embedding(IDS) * 3).unflatten(-1, (-1, D)).transpose(1, 2)
             kinds = layout(name)
@@ -96,6 +97,8 @@ def test_maps_in_calls_of_their_own(name, build):
             gap = torch.where(unsure[..., None], 0.0, (caught["out"] - expected).abs())
             assert (~unsure).sum() > 5
             assert gap.max() < 1e-4
+            # A module that is computed twice is recorded once.
+            assert profile.attention_logits.count == 2 * heads * int(CAUSAL.sum())
         assert torch.equal(model(IDS), plain)
 
 
@@ -116,15 +119,16 @@ def test_recording_sees_the_logits_before():
         assert not np.array_equal(seen.sites[1].max, plain.sites[1].max)
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
 @pytest.mark.parametrize("window", [(-1, -1), (4, 0)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_flash_attn_called_directly(window, padded):
+def test_flash_attn_called_directly(window, padded, granularity):
     """As Phi-4-mini-flash does: four calls a layer, packed where there is padding."""
     model = make(lambda i: Phi(i, window), layers=1, model_type="phi4flash")
     module, mask = model.blocks[0].attn, torch.ones_like(IDS)
     if padded:
         mask[1, 8:] = 0
-    scheme = Scheme(SITE, 5, granularity="head")
+    scheme = Scheme(SITE, 5, granularity=granularity)
     rows, kept = IDS.shape[1], mask.bool()
     seen = torch.ones(rows, rows, dtype=torch.bool).tril()
     if window[0] >= 0:
