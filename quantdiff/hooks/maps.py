@@ -22,9 +22,10 @@ from quantdiff.statistics import NonFiniteError, SiteStatistics
 from quantdiff.statistics.maps import MapStatistics, measure_maps
 from quantdiff.statistics.site import of_groups
 
-__all__ = ["Lambdas", "Maps", "Span"]
+__all__ = ["Lambdas", "Maps", "Paired", "Span", "WhenDone"]
 
 Span = tuple[int, int]
+Paired = tuple[list[int], list[int], float | Tensor]  # heads of map 1 and of map 2, λ
 
 
 class Lambdas:
@@ -70,28 +71,28 @@ class Lambdas:
         return sorted(self._sites.values(), key=lambda site: site.layer)
 
 
-class Maps:
-    """Measures of the attention maps of all sites.
+class WhenDone:
+    """Measures the attention calls of a module when it is done, for then its λ is known.
 
     Args:
         found: the modules of the model.
-        spans: of each sequence, by its number, the answer's first token and the one behind its
-            last, among its real tokens; None where it has none.
     """
 
-    def __init__(self, found: Found, spans: Sequence[Span | None]) -> None:
-        for span in spans:
-            if span is not None and not 0 <= span[0] < span[1]:
-                raise UsageError(f"a span is (first token, last token + 1), not {span}")
+    def __init__(self, found: Found) -> None:
         self.lock = threading.Lock()
         self._found = found
-        self._spans = list(spans)
-        self._sites: dict[str, dict[str, MapStatistics]] = {}
 
-    def sites(self) -> list[MapStatistics]:
-        """What was seen, in the order of the layers."""
-        order = sorted(self._sites.values(), key=lambda kinds: next(iter(kinds.values())).layer)
-        return [site for kinds in order for site in kinds.values()]
+    def measure(self, name: str, layer: int, call: Logits, pairs: Paired | None, now: Pass) -> None:
+        """Measure one attention over all heads of a module.
+
+        Args:
+            name: of the site.
+            layer: of the site.
+            call: its logits, heads in the order of the projection.
+            pairs: heads of map 1 and of map 2, and λ; None for standard heads.
+            now: the pass.
+        """
+        raise NotImplementedError
 
     def finish(self, module: str, now: Pass) -> None:
         """Measure the calls that an attention module has made, now that it is done.
@@ -111,46 +112,11 @@ class Maps:
     def _add(self, name: str, module: str, call: Logits, now: Pass) -> None:
         layer = layer_of(module, self._found.layers)
         assert layer is not None, name
-        heads = call.query.shape[1]
-        pairs = self._pairs(module, heads, now)
-        kinds = {"softmax": list(range(heads))}
-        options: dict[str, Any] = {}
-        if pairs is not None:
-            first, second, lam = pairs
-            options = {"lam": lam, "first": first, "second": second}
-            kinds = {
-                "branch 1": sorted(set(first)),
-                "branch 2": sorted(set(second)),
-                "difference": first,
-            }
-        batch, keys = now.batch, call.key.shape[2]
-        if not call.cross:
-            options |= self._places(batch, keys)
-        else:
-            options["key_zero"] = torch.full((batch.shape[0],), -1)
+        pairs = self._pairs(module, call.query.shape[1], now)
         with self.lock:
-            sites = self._sites.setdefault(
-                name,
-                {kind: MapStatistics.empty(name, layer, kind, own) for kind, own in kinds.items()},
-            )
-            try:
-                measure_maps(
-                    *as_multiplied(call.query, call.key), call.scale, call.visible, sites,
-                    softcap=call.softcap, bias=call.bias, sink=call.sinks, **options,
-                )  # fmt: skip
-            except NonFiniteError as error:
-                raise RecordingError(
-                    f"NaN or infinity among the attention logits or λ of layer {layer}, "
-                    f"head {error.group} ({name})"
-                ) from None
-            if call.cross:  # keys of something else have no first token of the sequence
-                for site in sites.values():
-                    site.counts["sink_rows"][:] = 0
-                    site.sums["sink"][:] = site.sums["sink_share"][:] = 0
+            self.measure(name, layer, call, pairs, now)
 
-    def _pairs(
-        self, module: str, heads: int, now: Pass
-    ) -> tuple[list[int], list[int], float | Tensor] | None:
+    def _pairs(self, module: str, heads: int, now: Pass) -> Paired | None:
         """Heads of map 1 and map 2 and λ; None for standard heads, or where λ is not known."""
         kind = layout(str(self._found.family(module).layout))
         if not kind.differential:
@@ -165,6 +131,65 @@ class Maps:
             )
             return None
         return *kind.pairs(heads), lam
+
+
+class Maps(WhenDone):
+    """Measures of the attention maps of all sites.
+
+    Args:
+        found: the modules of the model.
+        spans: of each sequence, by its number, the answer's first token and the one behind its
+            last, among its real tokens; None where it has none.
+    """
+
+    def __init__(self, found: Found, spans: Sequence[Span | None]) -> None:
+        super().__init__(found)
+        for span in spans:
+            if span is not None and not 0 <= span[0] < span[1]:
+                raise UsageError(f"a span is (first token, last token + 1), not {span}")
+        self._spans = list(spans)
+        self._sites: dict[str, dict[str, MapStatistics]] = {}
+
+    def sites(self) -> list[MapStatistics]:
+        """What was seen, in the order of the layers."""
+        order = sorted(self._sites.values(), key=lambda kinds: next(iter(kinds.values())).layer)
+        return [site for kinds in order for site in kinds.values()]
+
+    def measure(self, name: str, layer: int, call: Logits, pairs: Paired | None, now: Pass) -> None:
+        """See `WhenDone.measure`."""
+        kinds = {"softmax": list(range(call.query.shape[1]))}
+        options: dict[str, Any] = {}
+        if pairs is not None:
+            first, second, lam = pairs
+            options = {"lam": lam, "first": first, "second": second}
+            kinds = {
+                "branch 1": sorted(set(first)),
+                "branch 2": sorted(set(second)),
+                "difference": first,
+            }
+        batch, keys = now.batch, call.key.shape[2]
+        if not call.cross:
+            options |= self._places(batch, keys)
+        else:
+            options["key_zero"] = torch.full((batch.shape[0],), -1)
+        sites = self._sites.setdefault(
+            name,
+            {kind: MapStatistics.empty(name, layer, kind, own) for kind, own in kinds.items()},
+        )
+        try:
+            measure_maps(
+                *as_multiplied(call.query, call.key), call.scale, call.visible, sites,
+                softcap=call.softcap, bias=call.bias, sink=call.sinks, **options,
+            )  # fmt: skip
+        except NonFiniteError as error:
+            raise RecordingError(
+                f"NaN or infinity among the attention logits or λ of layer {layer}, "
+                f"head {error.group} ({name})"
+            ) from None
+        if call.cross:  # keys of something else have no first token of the sequence
+            for site in sites.values():
+                site.counts["sink_rows"][:] = 0
+                site.sums["sink"][:] = site.sums["sink_share"][:] = 0
 
     def _places(self, batch: Batch, keys: int) -> dict[str, Any]:
         """Where sequences begin among the keys, and their spans."""

@@ -18,7 +18,7 @@ from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.kept import Detail, Kept
 from quantdiff.hooks.layers import is_cross
 from quantdiff.hooks.logits import HeadsOf, Logits
-from quantdiff.hooks.maps import Lambdas, Maps, Span
+from quantdiff.hooks.maps import Lambdas, Maps, Span, WhenDone
 from quantdiff.hooks.masks import read_heads
 from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.passes import Pass
@@ -37,7 +37,8 @@ class Recorder:
     """Records a model's attention logits and hidden states while it is entered as a context.
 
     The model computes exactly what it computes without it; after the context, also when it is left
-    by an exception, nothing of the recorder remains on the model. See `record`.
+    by an exception, nothing of the recorder remains on the model. See `record`; `done` makes what
+    is measured of an attention module when it is done, instead of its maps.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Recorder:
         maps: bool,
         spans: Sequence[Span | None],
         compiled: bool,
+        done: Callable[[Found], WhenDone] | None = None,
     ) -> None:
         if detail not in ("extremes", "full"):
             raise UsageError(f"detail is 'extremes' or 'full', not {detail!r}")
@@ -76,6 +78,7 @@ class Recorder:
         if spans and not maps:
             raise UsageError("spans are measured with maps=True")
         self._maps = Maps(self._found, spans) if maps else None
+        self._when_done = self._maps if done is None else done(self._found)
         self._bare = BareCalls(model, self._found, self._runs, self._record)
 
     def __enter__(self) -> Self:
@@ -95,9 +98,9 @@ class Recorder:
             for name, projection in self._lambdas.modules:
                 hook = self._lambdas.hook(name, self._runs.current)
                 self._handles.append(projection.register_forward_hook(hook))
-            if self._maps is not None:
+            if self._when_done is not None:
                 for name, module in watched:
-                    hook = self._maps_hook(name, self._maps)
+                    hook = self._done_hook(name, self._when_done)
                     self._handles.append(module.register_forward_hook(hook))
             self._handles += self._runs.watch(watched)
             for name, heads in self._found.heads:
@@ -179,13 +182,13 @@ class Recorder:
         module = name.partition(" ")[0]
         self._found.dtypes.setdefault(module, call.query.dtype)
         self._kept.logits(name, part, call, now.batch)
-        if self._maps is not None:
+        if self._when_done is not None:
             now.pending.setdefault(module, []).append((name, part, call))
 
-    def _maps_hook(self, name: str, maps: Maps) -> Callable[..., None]:
+    def _done_hook(self, name: str, measure: WhenDone) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not in_backward():
-                maps.finish(name, self._runs.current(name))
+                measure.finish(name, self._runs.current(name))
 
         return hook
 

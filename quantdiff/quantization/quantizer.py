@@ -59,6 +59,7 @@ class FakeQuantizer:
 
     Attributes:
         scheme: what is done to the logits, or None where nothing is.
+        table: the static ranges that were given, or None.
         clipping: site -> how many logits were clipped since the context was entered, where they
             are counted; of heads that are one head repeated, every repetition counts.
     """
@@ -81,7 +82,7 @@ class FakeQuantizer:
         self.scheme = active[0] if active else None
         self.clipping: dict[str, Clipping] = {}
         self._count_clipped = count_clipped
-        self._model, self._table = model, table
+        self._model, self.table = model, table
         self._wrapped: list[Entrance] = []
         self._handles: list[Any] = []
         self._checked: set[str] = set()
@@ -286,7 +287,7 @@ class FakeQuantizer:
         query, key = as_multiplied(logits.query, logits.key)
         clipped = np.zeros(query.shape[1], np.int64) if self._count_clipped else None
         ends = self._first.ends(name)
-        softmax = softmax_of(logits, self.scheme, self._table, name, heads, clipped, ends)
+        softmax = softmax_of(logits, self.scheme, self.table, name, heads, clipped, ends)
         try:
             path = flex.attend if flex.takes(query, key, value, softmax) else attend
             out = path(query, key, value, softmax, logits.sinks)
