@@ -39,18 +39,28 @@ class MeasuredFirst:
         watching: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._modules, self._runs, self._watching = modules, runs, watching
+        self._begun = False
+        self._own: dict[str, Any] = {}  # forwards that modules had beside their class's
         self._measuring: set[str] = set()
         self._ends: dict[str, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
         """From now on, until `end`."""
+        self._begun = True
         for name, module in self._modules.items():
+            if "forward" in vars(module):
+                self._own[name] = module.forward
             module.forward = functools.partial(self._twice, name, module.forward)
 
     def end(self) -> None:
         """Leave the modules as they were."""
-        for module in self._modules.values():
+        if not self._begun:
+            return
+        self._begun = False
+        for name, module in self._modules.items():
             module.__dict__.pop("forward", None)
+            if name in self._own:
+                module.forward = self._own.pop(name)
 
     def measures(self, name: str) -> bool:
         """Whether the logits of a module are wanted, and its output is not."""

@@ -1,13 +1,14 @@
 """Attention over fake-quantized logits, in blocks of query rows: never an n×n tensor.
 
 Each block's logits are computed in fp32 (fp64 for fp64), rounded to their grid, and go through
-softmax to the values. Gradients are straight-through: a rounded logit passes its gradient on, a
-clipped one does not; the backward pass computes each block a second time.
+softmax to the values; the weights may be rounded too. Gradients are straight-through: what is
+rounded passes its gradient on, what is clipped does not; the backward pass computes each block a
+second time.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,19 +45,21 @@ def attend(
     return out
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class _Block:
     """One block of rows of a sequence.
 
     Attributes:
         rows: of the queries; keys: up to which any of them sees.
-        weights: (H, n, m), the softmax.
+        weights: (H, n, m), the softmax, rounded where it is to be.
+        plain: the softmax itself, where the gradient needs it; else None.
         slope: derivative of the logits by q·kᵀ·scale, (H, n, m), or None for 1 everywhere seen.
     """
 
     rows: slice
     keys: int
     weights: Tensor
+    plain: Tensor | None
     slope: Tensor | None
 
 
@@ -91,7 +94,11 @@ class _Attend(torch.autograd.Function):
                     g = of_out[b, :, rows]  # (H, n, w)
                     of_v[b, :, :keys] += _grouped(p.mT @ g, len(value))
                     of_p = _product(g, value[:, :keys].mT)  # (H, n, m)
-                    mean = (g * out[b, :, rows]).sum(-1, keepdim=True)  # Σ p·∂p
+                    if block.plain is None:
+                        mean = (g * out[b, :, rows]).sum(-1, keepdim=True)  # Σ p·∂p
+                    else:
+                        p = block.plain
+                        mean = (p * of_p).sum(-1, keepdim=True)
                     of_s = p * (of_p - mean)
                     if of_sinks is not None:
                         of_sinks -= ((1 - p.sum(-1, keepdim=True)) * mean).sum((1, 2))
@@ -110,6 +117,7 @@ def _blocks(
     """The blocks of sequence b; q: (H, N, D), k: (G, M, D)."""
     heads, rows, _ = q.shape
     upper = torch.float64 if q.dtype == torch.float64 else torch.float32
+    maps = _map_grid(q, k, b, softmax, sinks)
     q, k = q.to(upper), k.to(upper)
     scale = softmax.scale
     if math.frexp(scale)[0] == 0.5:  # a power of two rounds nothing, so that q can take it
@@ -151,7 +159,10 @@ def _blocks(
             )
             if softmax.clipped is not None:
                 softmax.clipped[:] += clipped
-            yield _Block(slice(first, last), keys, _weights(s, sinks, room[1]), None)
+            weights = _weights(s, sinks, room[1])
+            if maps is not None:
+                weights = maps(weights)
+            yield _Block(slice(first, last), keys, weights, None, None)
             continue
         seen = None
         if extra is not None or firsts[number] < keys or latest[number] > 0:
@@ -170,7 +181,36 @@ def _blocks(
             s = _rounded(s, here, clips=softmax.clips)
         if seen is not None:
             s.masked_fill_(~seen, -torch.inf)
-        yield _Block(slice(first, last), keys, _weights(s, sinks, room[1]), slope)
+        weights, plain = _weights(s, sinks, room[1]), None
+        if maps is not None:
+            plain = weights.clone() if slopes else None
+            weights = maps(weights)
+        yield _Block(slice(first, last), keys, weights, plain, slope)
+
+
+def _map_grid(
+    q: Tensor, k: Tensor, b: int, softmax: Softmax, sinks: Tensor | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Rounds the weights of sequence b, in place, to a grid from zero to their largest."""
+    scheme = softmax.maps
+    if scheme is None:
+        return None
+    high = 2**scheme.bits - 1
+    peaks: Tensor | None = None
+    if scheme.granularity != "row":
+        peaks = torch.zeros(len(q), 1, 1, device=q.device)
+        before = dataclasses.replace(softmax, maps=None, clipped=None)
+        for block in _blocks(q, k, b, before, sinks, slopes=False):
+            peaks = torch.maximum(peaks, block.weights.amax((1, 2), keepdim=True))
+        if scheme.granularity == "tensor":
+            peaks = peaks.amax(0, keepdim=True)
+
+    def rounded(weights: Tensor) -> Tensor:
+        most = weights.amax(-1, keepdim=True) if peaks is None else peaks
+        step = Grid.of(torch.zeros_like(most), most, scheme.bits, False).step
+        return weights.div_(step).round_().clamp_(max=high).mul_(step)
+
+    return rounded
 
 
 def _compiled(s: Tensor) -> bool:

@@ -28,6 +28,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> bool:
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and isinstance(softmax.grid, Grid)
         and softmax.clipped is None
+        and softmax.maps is None
         and softmax.bias is None
         and softmax.visible.mask is None
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))

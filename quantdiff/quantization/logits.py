@@ -12,6 +12,7 @@ from quantdiff.hooks.logits import Logits, as_multiplied
 from quantdiff.quantization.grid import Grid, NoGridError, RowGrids
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.softmax import Softmax
+from quantdiff.quantization.table import Table
 from quantdiff.statistics import NonFiniteError
 from quantdiff.statistics.streaming import logit_extremes
 
@@ -20,34 +21,39 @@ __all__ = ["extremes", "softmax_of"]
 
 def softmax_of(
     logits: Logits,
-    scheme: Scheme,
-    table: object,
+    scheme: Scheme | None,
+    table: Table | None,
     name: str,
     heads: NDArray[Any] | None = None,
     clipped: NDArray[np.int64] | None = None,
     ends: tuple[Tensor, Tensor] | None = None,
+    maps: Scheme | None = None,
 ) -> Softmax:
     """What happens between the queries and the values of one call.
 
     Args:
         logits: of the call.
-        scheme: for the site `attention_logits`.
-        table: a `Table`, for static ranges.
+        scheme: for the site `attention_logits`, or None.
+        table: for static ranges.
         name: of the site.
         heads: which of the site's heads the call has, or None for all.
         ends: least and largest logits, (B, any number) each, where a dynamic range spans more than
             this call; None for those of this call.
         clipped: (H of the call,), to which the number of clipped logits of each head is added.
+        maps: for the site `attention_maps`, or None.
 
     Raises:
         QuantizationError: NaN or infinity among the logits that count.
     """
     given = (logits.scale, logits.visible, logits.softcap, logits.bias)
+    if scheme is None:
+        return Softmax(*given, maps=maps)
     if scheme.granularity == "row":
         grids = RowGrids(scheme.bits, scheme.symmetric)
-        return Softmax(*given, grids, clips=False, clipped=clipped)
+        return Softmax(*given, grids, False, maps, clipped)
     if scheme.static:
-        stored = table.range(scheme, name)  # type: ignore[attr-defined]
+        assert table is not None
+        stored = table.range(scheme, name)
         if heads is not None and int(heads.max()) < len(stored[0]):
             stored = tuple(end[heads] for end in stored)
         least, most = (torch.from_numpy(end).to(logits.query.device)[None] for end in stored)
@@ -66,7 +72,7 @@ def softmax_of(
         grid = Grid.of(least[..., None, None], most[..., None, None], scheme.bits, scheme.symmetric)
     except NoGridError:
         raise QuantizationError(f"NaN or infinity among the attention logits of {name}") from None
-    return Softmax(*given, grid, scheme.static, clipped)
+    return Softmax(*given, grid, scheme.static, maps, clipped)
 
 
 def extremes(logits: Logits, name: str) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,9 @@ from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.recorder import Recorder
 from quantdiff.quantization.grid import Grid
 from quantdiff.quantization.logits import softmax_of
-from quantdiff.quantization.quantizer import Table
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.softmax import Softmax
+from quantdiff.quantization.table import Table
 from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["Energies", "NoiseRecorder", "decibels"]

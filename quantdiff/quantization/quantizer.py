@@ -1,53 +1,41 @@
 """`fake_quantize`: a model computes with quantized values for the time of a `with` block."""
 
 import contextlib
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from quantdiff.attention.heads import Heads
 from quantdiff.errors import QuantizationError, UsageError
-from quantdiff.hooks import dispatch
-from quantdiff.hooks.bare import BareCalls
-from quantdiff.hooks.dispatch import attends_itself
-from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
-from quantdiff.hooks.flash import FlashCall
+from quantdiff.hooks.entrance import Entrance, is_entered
 from quantdiff.hooks.found import Found, refuse
-from quantdiff.hooks.layers import is_cross, layer_of
-from quantdiff.hooks.logits import HeadsOf, Logits, as_multiplied
-from quantdiff.hooks.masks import read_heads
-from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.passes import Pass
-from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
-from quantdiff.hooks.sdpa import SdpaCall
-from quantdiff.quantization import flex
-from quantdiff.quantization.apart import MeasuredFirst
-from quantdiff.quantization.attention import attend
-from quantdiff.quantization.clipping import Clipping, visible_count
-from quantdiff.quantization.grid import NoGridError
-from quantdiff.quantization.logits import extremes, softmax_of
+from quantdiff.quantization.attending import AttentionSites
+from quantdiff.quantization.clipping import Clipping
+from quantdiff.quantization.hidden_states import HiddenStates
+from quantdiff.quantization.linear_inputs import LinearInputs
 from quantdiff.quantization.scheme import Scheme
-from quantdiff.quantization.softmax import Softmax
+from quantdiff.quantization.table import Table
+from quantdiff.quantization.weights import Weights
 
-__all__ = ["FakeQuantizer", "Table", "fake_quantize"]
+__all__ = ["FakeQuantizer", "fake_quantize"]
 
-_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+ATTENTION = ("keys", "attention_logits", "attention_maps", "values")  # of one attention call
+# Sites with hooks of their own, by name; each is made of (found, runs, scheme).
+PARTS: dict[str, Any] = {
+    "linear_inputs": LinearInputs,
+    "hidden_states": HiddenStates,
+    "weights": Weights,
+}
 
 
-class Table(Protocol):
-    """Static ranges, from a calibration; `quantdiff.CalibrationTable` is one."""
+class _Part(Protocol):
+    """A site, or several that are quantized in one place."""
 
-    def range(self, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Least and largest value of each head of a site, (H,) fp32 each."""
-
-    def check_model(self, sites: dict[str, tuple[int, int]]) -> None:
-        """Refuse a model whose sites, by name with layer and heads, are others."""
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def check(self, now: Pass) -> None: ...
 
 
 class _Runs(Runs):
@@ -55,13 +43,13 @@ class _Runs(Runs):
 
 
 class FakeQuantizer:
-    """Quantizes a model's attention logits while it is entered as a context. See `fake_quantize`.
+    """Quantizes a model while it is entered as a context. See `fake_quantize`.
 
     Attributes:
-        scheme: what is done to the logits, or None where nothing is.
+        schemes: what is done, by site; those that change nothing are left out.
         table: the static ranges that were given, or None.
-        clipping: site -> how many logits were clipped since the context was entered, where they
-            are counted; of heads that are one head repeated, every repetition counts.
+        clipping: attention site -> how many logits were clipped since the context was entered,
+            where they are counted; of heads that are one head repeated, every repetition counts.
     """
 
     def __init__(
@@ -78,277 +66,75 @@ class FakeQuantizer:
                 raise UsageError(
                     f"two schemes for {site}: a site is quantized in one way at a time"
                 )
-        active = [scheme for scheme in schemes if scheme.quantizes]
-        self.scheme = active[0] if active else None
+        self.schemes = {scheme.site: scheme for scheme in schemes if scheme.quantizes}
+        self.table = table
         self.clipping: dict[str, Clipping] = {}
-        self._count_clipped = count_clipped
-        self._model, self.table = model, table
+        self._model = model
         self._wrapped: list[Entrance] = []
-        self._handles: list[Any] = []
-        self._checked: set[str] = set()
-        self._forwards: list[Heads] = []
-        if self.scheme is None:
+        self._parts: list[_Part] = []
+        self._attention: AttentionSites | None = None
+        if not self.schemes:
             return
-        if self.scheme.static and table is None:
-            raise UsageError(
-                f"the range {self.scheme.range} comes from a calibration: give table=…, as "
-                "quantdiff.calibrate makes it"
-            )
+        for scheme in self.schemes.values():
+            if scheme.static and table is None:
+                raise UsageError(
+                    f"the range {scheme.range} comes from a calibration: give table=…, as "
+                    "quantdiff.calibrate makes it"
+                )
         refuse(model)
         self._found = Found(model, None)
-        # Whether attention may be computed outside of transformers' dispatch.
-        self._differentiable = False
-        self._mixed = bool(self._found.bare or self._found.heads or not self._found.attention)
-        self._runs = _Runs(
-            [name for name, _ in self._found.layers],
-            within=self._watching if self._mixed else contextlib.nullcontext,
-            check=self._check_complete,
-        )
-        self._first = MeasuredFirst(self._apart(), self._runs, self._watching)
-        self._bare = BareCalls(model, self._found, self._runs, self._bare_call, again=True)
-        if table is not None and self.scheme.static and self._sites():
-            table.check_model(self._sites())
+        layers = [name for name, _ in self._found.layers]
+        self._runs = _Runs(layers, within=self._within, check=self._check)
+        attention = {site: self.schemes[site] for site in ATTENTION if site in self.schemes}
+        if attention:
+            self._attention = AttentionSites(
+                model, self._found, self._runs, attention, table,
+                self.clipping if count_clipped else None,
+            )  # fmt: skip
+            self._parts.append(self._attention)
+        for site, part in PARTS.items():
+            if site in self.schemes:
+                self._parts.append(part(self._found, self._runs, self.schemes[site]))
 
     def __enter__(self) -> Self:
-        if self.scheme is None:
+        if not self.schemes:
             return self
-        if is_entered(self._model, _Runs) or any(
-            dispatch.is_replaced(module) for _, module in self._found.attention
-        ):
+        if is_entered(self._model, _Runs):
             raise QuantizationError(
-                f"the {self.scheme.site} of this model are quantized already; leave that context "
-                "before another begins"
+                "this model is quantized already; leave that context before another begins, or "
+                "give all schemes to one"
             )
         self.clipping.clear()
+        begun: list[_Part] = []
         try:
-            dispatch.replace([module for _, module in self._found.attention], self._call)
             for module in self._found.entrances:
                 self._wrapped.append(Entrance(module, self._runs.around))
-            for name, module in self._found.modules.items():
-                layer = layer_of(name, self._found.layers)
-                inside = layer is not None and attends_itself(type(module))
-                if inside or (layer is not None and name == self._found.layers[layer][0]):
-                    hook = functools.partial(_refuse_checkpointing, name)
-                    self._handles.append(module.register_forward_pre_hook(hook))
-            if self._mixed:
-                self._handles += self._runs.watch(list(self._model.named_modules())[1:])
-            self._first.begin()
-            for name, heads in self._found.heads:
-                self._forwards.append(heads)
-                heads.forward = self._heads(name, heads)  # type: ignore[method-assign]
+            for part in self._parts:
+                begun.append(part)
+                part.begin()
         except BaseException:
-            self._remove()
+            self._remove(begun)
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._remove()
+        self._remove(self._parts)
 
-    def _remove(self) -> None:
-        if self.scheme is None:
-            return
-        dispatch.restore([module for _, module in self._found.attention])
-        self._first.end()
-        for heads in self._forwards:
-            heads.__dict__.pop("forward", None)
-        for handle in self._handles:
-            handle.remove()
+    def _remove(self, parts: list[_Part]) -> None:
+        for part in reversed(parts):
+            part.end()
         for entrance in reversed(self._wrapped):
             entrance.remove()
-        self._handles.clear()
-        self._forwards.clear()
         self._wrapped.clear()
 
-    def _apart(self) -> dict[str, nn.Module]:
-        """Modules whose maps are attention calls of their own, where one range spans them."""
-        assert self.scheme is not None
-        if not self.scheme.over_both:
-            return {}
-        owners = dict.fromkeys(
-            self._found.owner(name)
-            for name, module in self._found.modules.items()
-            if layer_of(name, self._found.layers) is not None and attends_itself(type(module))
-        )
-        return {n: self._found.modules[n] for n in owners if self._found.family(n).apart}
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self._attention is None else self._attention.within():
+            yield
 
-    def _watching(self) -> contextlib.AbstractContextManager[None]:
-        self._differentiable = torch.is_grad_enabled()
-        return self._bare.watching()
-
-    def _sites(self) -> dict[str, tuple[int, int]]:
-        """Layer and query heads of every site whose count a config or a module tells."""
-        sites = {}
-        for name, module in [*self._found.attention, *self._found.heads]:
-            if is_cross(name):
-                continue
-            owner = self._found.modules[name]
-            heads = getattr(owner, "query_heads", None)
-            if heads is None:
-                heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-            layer = layer_of(name, self._found.layers)
-            if layer is not None and isinstance(heads, int):
-                sites[name] = layer, heads
-        return sites
-
-    def _check_complete(self, now: Pass) -> None:
-        names = [name for name, _ in [*self._found.attention, *self._found.heads]]
-        silent = [name for name in names if not now.fired[name] and not is_cross(name)]
-        if silent:
-            raise QuantizationError(
-                f"{len(silent)} attention modules did not run in a forward pass, the first is "
-                f"{silent[0]}; they would not be quantized"
-            )
-        if not names and not now.fired["scaled_dot_product_attention"]:
-            raise QuantizationError(
-                f"no attention was seen in {type(self._model).__name__}: it calls neither "
-                "transformers' attention dispatch nor scaled_dot_product_attention"
-            )
-
-    def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
-        """Compute a call of transformers' dispatch."""
-        name = self._found.names[call.module]
-        _refuse_checkpointing(name)  # transformers checkpoints a layer's forward, past its hooks
-        cross = is_cross(name)
-        if call.options.get("dropout"):
-            raise QuantizationError(
-                f"{name} drops attention weights out; quantized attention does not: set its "
-                "attention dropout to 0"
-            )
-        now = self._runs.current(name)
-        now.fired[name] += 1
-        now.dispatching = True
-        logits = read_call(call, now, cross=cross)
-        if name not in self._checked:
-            self._compare(name, real(), logits, value)
-        now.dispatching = False
-        out = self._attend(f"{name} (cross-attention)" if cross else name, logits, value)
-        return out.transpose(1, 2).contiguous(), None  # (B, N, H, w)
-
-    def _bare_call(
-        self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: SdpaCall | FlashCall
-    ) -> Tensor | None:
-        """Compute a call that a model makes of scaled_dot_product_attention, or of flash-attn."""
-        assert self.scheme is not None
-        if call.dropout:
-            raise QuantizationError(
-                f"{name} drops attention weights out; quantized attention does not: set its "
-                "attention dropout to 0"
-            )
-        if isinstance(call, FlashCall) and self._differentiable:
-            raise QuantizationError(
-                f"{name} calls flash-attn by itself, whose backward pass knows nothing of "
-                "quantization; run the model under torch.no_grad()"
-            )
-        if self._first.measures(name):
-            self._first.add(name, *extremes(logits, name))
-            return None
-        if part is not None and self.scheme.over_both and self._first.ends(name) is None:
-            raise QuantizationError(
-                f"{name} computes its two maps in calls of their own, so that a dynamic range over "
-                "both is not known at the first; use granularity head or row, or a static range"
-            )
-        now.fired["scaled_dot_product_attention"] += 1
-        place = name if part is None else f"{name} (branch {part.branch})"
-        heads = None if part is None else np.repeat(part.heads, part.step)
-        if isinstance(call, FlashCall):
-            if place not in self._checked:
-                theirs = call.unshaped(call.compute()[0])
-                self._compare(place, theirs.transpose(1, 2), logits, call.value)
-            return call.shaped(self._attend(name, logits, call.value, heads))
-        value = call.value if call.value.dim() == 4 else call.value[:, None]
-        if place not in self._checked:
-            output = call.compute()
-            output = output if output.dim() == 4 else output[:, None]
-            self._compare(place, output.transpose(1, 2), logits, value)
-        out = self._attend(name, logits, value, heads)
-        return out if call.value.dim() == 4 else out[:, 0]
-
-    def _heads(self, name: str, heads: Heads) -> Callable[..., Tensor]:
-        """The forward of one of quantdiff's own modules."""
-
-        def forward(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> Tensor:
-            _refuse_checkpointing(name)
-            now = self._runs.current(name)
-            now.fired[name] += 1
-            call = HeadsCall(heads, (query, key, value, kept), {})
-            visible, _ = now.visible(call, lambda: read_heads(call))
-            sources = heads.layout.key_heads(query.shape[1], key.shape[1])
-            values = heads.layout.value_heads(query.shape[1], value.shape[1])
-            wide = torch.cat([value[:, list(part)] for part in zip(*values, strict=True)], -1)
-            logits = Logits(query, key[:, sources], heads.scale, visible)
-            return self._attend(name, logits, wide)
-
-        return forward
-
-    def _attend(
-        self, name: str, logits: Logits, value: Tensor, heads: NDArray[Any] | None = None
-    ) -> Tensor:
-        assert self.scheme is not None
-        query, key = as_multiplied(logits.query, logits.key)
-        clipped = np.zeros(query.shape[1], np.int64) if self._count_clipped else None
-        ends = self._first.ends(name)
-        softmax = softmax_of(logits, self.scheme, self.table, name, heads, clipped, ends)
-        try:
-            path = flex.attend if flex.takes(query, key, value, softmax) else attend
-            out = path(query, key, value, softmax, logits.sinks)
-        except NoGridError:
-            raise QuantizationError(
-                f"NaN or infinity among the attention logits of {name}"
-            ) from None
-        if clipped is not None:
-            self._add_clipped(name, clipped, logits, heads)
-        if not bool(torch.isfinite(out).all()):
-            raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
-        return out
-
-    def _add_clipped(
-        self, name: str, clipped: NDArray[np.int64], logits: Logits, heads: NDArray[Any] | None
-    ) -> None:
-        seen = visible_count(logits.visible, len(clipped))
-        places = np.arange(len(clipped)) if heads is None else heads
-        known = self.clipping.setdefault(name, Clipping.none(0))
-        short = int(places.max()) + 1 - len(known.seen)
-        if short > 0:  # the maps of a module may come in calls of their own
-            known.clipped, known.seen = (
-                np.concatenate([x, np.zeros(short, np.int64)]) for x in (known.clipped, known.seen)
-            )
-        np.add.at(known.clipped, places, clipped)
-        np.add.at(known.seen, places, seen)
-
-    def _compare(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
-        """Once a module: without quantization, the output is the model's own.
-
-        Raises:
-            QuantizationError: something between q·kᵀ and the values is not known.
-        """
-        self._checked.add(name)
-        theirs = (output[0] if isinstance(output, tuple) else output).detach().transpose(1, 2)
-        with torch.no_grad():
-            plain = Softmax(logits.scale, logits.visible, logits.softcap, logits.bias)
-            query, key = as_multiplied(logits.query, logits.key)
-            ours = attend(query, key, value, plain, logits.sinks)
-        if theirs.shape != ours.shape:
-            raise QuantizationError(
-                f"the attention of {name} gives {tuple(theirs.shape)} where {tuple(ours.shape)} is "
-                "known"
-            )
-        real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
-        gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
-        size = torch.where(real, theirs.float().abs(), 0.0).max()
-        if float(gap) > _CLOSE.get(logits.query.dtype, 5e-2) * (1e-3 + float(size)):
-            raise QuantizationError(
-                f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
-                "the values; something in between is not known to quantdiff"
-            )
-
-
-def _refuse_checkpointing(name: str, *_: Any) -> None:
-    """In the backward pass no padding is known, and bare calls would not be quantized."""
-    if in_backward():
-        raise QuantizationError(
-            f"{name} is computed a second time in the backward pass; gradient checkpointing does "
-            "not go with fake quantization: switch it off"
-        )
+    def _check(self, now: Pass) -> None:
+        for part in self._parts:
+            part.check(now)
 
 
 def fake_quantize(
@@ -364,7 +150,8 @@ def fake_quantize(
 
     Args:
         model: a transformers model whose attention goes through the attention dispatch, one with
-            modules of `quantdiff.attention`, or one that calls scaled_dot_product_attention.
+            modules of `quantdiff.attention`, or one that calls scaled_dot_product_attention or
+            flash-attn.
         schemes: one a site; 16 bits, or none, change nothing.
         table: static ranges, from `quantdiff.calibrate`.
         count_clipped: whether the context's `clipping` tells how many logits were clipped.
@@ -375,7 +162,8 @@ def fake_quantize(
     Raises:
         UsageError: two schemes for one site, a static range without a table, or the table of
             another model.
-        QuantizationError: the model cannot be quantized rightly, or is quantized already.
+        QuantizationError: the model cannot be quantized rightly, lacks the site, or is quantized
+            already.
         RecordingError: in a forward pass, a mask or a keyword that is not known.
     """
     return FakeQuantizer(model, schemes, table, count_clipped=count_clipped)

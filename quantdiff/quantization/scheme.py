@@ -4,11 +4,20 @@ from dataclasses import dataclass
 
 from quantdiff.errors import UsageError
 
-__all__ = ["GRANULARITIES", "RANGES", "SITES", "Scheme"]
+__all__ = ["CALIBRATED", "RANGES", "SITES", "Scheme"]
 
-# Site -> granularities that it knows.
-SITES: dict[str, tuple[str, ...]] = {"attention_logits": ("tensor", "head", "row")}
-GRANULARITIES = ("tensor", "head", "row")
+# Site -> granularities that it knows; `group` is written with its size, as in `group:64`.
+SITES: dict[str, tuple[str, ...]] = {
+    "attention_logits": ("tensor", "head", "row"),
+    "attention_maps": ("tensor", "head", "row"),
+    "keys": ("token", "head", "channel", "group"),
+    "values": ("token", "head", "channel", "group"),
+    "linear_inputs": ("tensor", "token"),
+    "hidden_states": ("tensor", "token"),
+    "weights": ("tensor", "channel", "group"),
+}
+# Sites with ranges from a calibration.
+CALIBRATED = ("attention_logits",)
 
 # Range -> its parameter's default, where it has one; all but `dynamic` come from a calibration.
 RANGES: dict[str, float | None] = {
@@ -30,9 +39,12 @@ class Scheme:
         bits: 2 to 8, or 16, which means not quantized.
         range: `dynamic`, from the tensor itself, or static, from a calibration: `absmax`,
             `percentile` (also `percentile:99.99`), `mse`, `entropy`.
-        granularity: `tensor`, one range a layer and sequence over all heads and branches; `head`;
-            `row`, one a query, always dynamic.
-        symmetric: whether the grid is.
+        granularity: what shares a range. `tensor`: a layer's values of one sequence, all heads and
+            branches, or a weight matrix; `head`; `row`, one query, and `token`; `channel`, of keys
+            and values one head's over all tokens, of weights one output; `group:64`, so many
+            neighbouring channels of a token, or inputs of an output. Left out, it is the first
+            that the site knows: `tensor`, or `token` of keys and values.
+        symmetric: whether the grid is; that of `attention_maps` begins at zero in either case.
 
     Raises:
         UsageError: names the entry that is not known or does not go with the others.
@@ -41,7 +53,7 @@ class Scheme:
     site: str
     bits: int
     range: str = "dynamic"
-    granularity: str = "tensor"
+    granularity: str = ""
     symmetric: bool = True
 
     def __post_init__(self) -> None:
@@ -49,11 +61,7 @@ class Scheme:
             raise UsageError(f"unknown site {self.site!r}; known: {', '.join(SITES)}")
         if self.bits not in BITS or isinstance(self.bits, bool):
             raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
-        if self.granularity not in SITES[self.site]:
-            raise UsageError(
-                f"granularity of {self.site} is one of {', '.join(SITES[self.site])}, not "
-                f"{self.granularity!r}"
-            )
+        self._check_granularity()
         observer, parameter = self.observer, self.range.partition(":")[2]
         if observer not in RANGES:
             raise UsageError(f"unknown range {self.range!r}; known: {', '.join(RANGES)}")
@@ -72,6 +80,30 @@ class Scheme:
             raise UsageError(
                 f"granularity row is always dynamic; with the range {self.range} use tensor or head"
             )
+        if self.static and self.site not in CALIBRATED:
+            raise UsageError(
+                f"calibrations hold no ranges of {self.site}; use the range dynamic there"
+            )
+
+    def _check_granularity(self) -> None:
+        known = SITES[self.site]
+        if not self.granularity:
+            object.__setattr__(self, "granularity", known[0])
+        kind, _, size = self.granularity.partition(":")
+        if kind not in known:
+            raise UsageError(
+                f"granularity of {self.site} is one of {', '.join(known)}, not {self.granularity!r}"
+            )
+        if kind == "group" and not (size.isascii() and size.isdigit() and int(size) > 0):
+            raise UsageError(f"a group has a size, as in group:64, not {self.granularity!r}")
+        if kind != "group" and size:
+            raise UsageError(f"the granularity {kind} takes no size, as in {self.granularity!r}")
+
+    @property
+    def group(self) -> int | None:
+        """Channels of a group; None for other granularities."""
+        kind, _, size = self.granularity.partition(":")
+        return int(size) if kind == "group" else None
 
     @property
     def observer(self) -> str:
@@ -93,7 +125,11 @@ class Scheme:
     @property
     def over_both(self) -> bool:
         """Whether one dynamic range spans both maps of a differential pair."""
-        return self.range == "dynamic" and self.granularity == "tensor"
+        return (
+            self.site == "attention_logits"
+            and self.range == "dynamic"
+            and self.granularity == "tensor"
+        )
 
     @property
     def quantizes(self) -> bool:
@@ -103,4 +139,5 @@ class Scheme:
     @property
     def causal(self) -> bool:
         """Whether no later token sets the grid of an earlier one."""
-        return self.static or self.granularity == "row" or not self.quantizes
+        alone = self.granularity in ("row", "token") or self.group is not None
+        return self.static or alone or self.site == "weights" or not self.quantizes

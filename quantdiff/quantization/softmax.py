@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantdiff.quantization.grid import Grid, RowGrids
+from quantdiff.quantization.scheme import Scheme
 from quantdiff.statistics import Visible
 
 __all__ = ["Softmax"]
@@ -22,6 +23,7 @@ class Softmax:
         grid: of each sequence and head, of shape (B or 1, H, 1, 1), or one a row; None where
             logits are not quantized.
         clips: whether the grid may end before the logits do.
+        maps: how the weights are rounded after it, or None.
         clipped: (H,), to which the number of clipped logits of each head is added; or None.
     """
 
@@ -31,4 +33,5 @@ class Softmax:
     bias: Callable[[int, int], Tensor] | None = None
     grid: Grid | RowGrids | None = None
     clips: bool = True
+    maps: Scheme | None = None
     clipped: NDArray[np.int64] | None = None

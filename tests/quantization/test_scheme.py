@@ -27,6 +27,10 @@ LOGITS = "attention_logits"
         ((LOGITS, 8, "mse:3"), "the range mse takes no parameter"),
         ((LOGITS, 8, "absmax", "row"), "granularity row is always dynamic"),
         ((LOGITS, 8, "dynamic", "channel"), "granularity of attention_logits is one of tensor"),
+        (("weights", 4, "dynamic", "group"), "a group has a size, as in group:64"),
+        (("weights", 4, "dynamic", "group:0"), "a group has a size, as in group:64"),
+        (("keys", 4, "dynamic", "token:4"), "the granularity token takes no size"),
+        (("values", 8, "mse"), "calibrations hold no ranges of values"),
     ],
 )
 def test_what_does_not_go_is_one_sentence(given, words):

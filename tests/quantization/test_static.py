@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quantdiff import CalibrationTable, Scheme, UsageError, calibrate, fake_quantize
-from quantdiff.quantization import quantizer
+from quantdiff.quantization import attending
 from tests.quantization.test_fake_quantize import MODELS, SITE, batch
 
 
@@ -26,8 +26,8 @@ def test_ranges_reach_the_logits(monkeypatch, tables, name, observer, granularit
         used[site] = real(logits, scheme, table, site, *more)
         return used[site]
 
-    real = quantizer.softmax_of
-    monkeypatch.setattr(quantizer, "softmax_of", softmax_of)
+    real = attending.softmax_of
+    monkeypatch.setattr(attending, "softmax_of", softmax_of)
     with torch.no_grad():
         plain = model(**batch()).logits
         with fake_quantize(model, scheme, table=table):

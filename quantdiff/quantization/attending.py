@@ -1,0 +1,339 @@
+"""The attention calls of a model, computed with quantized keys, logits, maps and values.
+
+Every family and backend that a recording sees is reached: modules of transformers' dispatch,
+quantdiff's own `Heads`, and calls that a model makes of scaled_dot_product_attention or flash-attn.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quantdiff.attention.heads import Heads
+from quantdiff.errors import QuantizationError
+from quantdiff.hooks import dispatch
+from quantdiff.hooks.bare import BareCalls
+from quantdiff.hooks.dispatch import attends_itself
+from quantdiff.hooks.entrance import in_backward
+from quantdiff.hooks.flash import FlashCall
+from quantdiff.hooks.found import Found
+from quantdiff.hooks.layers import is_cross, layer_of
+from quantdiff.hooks.logits import HeadsOf, Logits, as_multiplied
+from quantdiff.hooks.masks import read_heads
+from quantdiff.hooks.own import HeadsCall
+from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.reading import read_call
+from quantdiff.hooks.runs import Runs
+from quantdiff.hooks.sdpa import SdpaCall
+from quantdiff.quantization import flex
+from quantdiff.quantization.apart import MeasuredFirst
+from quantdiff.quantization.attention import attend
+from quantdiff.quantization.clipping import Clipping, visible_count
+from quantdiff.quantization.grid import NoGridError
+from quantdiff.quantization.keys_values import keys_of, values_of
+from quantdiff.quantization.logits import extremes, softmax_of
+from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.softmax import Softmax
+from quantdiff.quantization.table import Table
+
+__all__ = ["AttentionSites"]
+
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class AttentionSites:
+    """Quantizes what a model's attention calls compute with.
+
+    Args:
+        found, runs: the modules of the model, and what follows its passes.
+        model: the model.
+        schemes: by site: `keys`, `attention_logits`, `attention_maps`, `values`.
+        table: static ranges, or None.
+        clipping: where clipped logits are counted, by site, or None.
+
+    Raises:
+        UsageError: the table of another model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Found,
+        runs: Runs,
+        schemes: Mapping[str, Scheme],
+        table: Table | None,
+        clipping: dict[str, Clipping] | None,
+    ) -> None:
+        self._model, self._found, self._runs, self._table = model, found, runs, table
+        self._logits, self._maps = (
+            schemes.get(site) for site in ("attention_logits", "attention_maps")
+        )
+        self._keys, self._values = (schemes.get(site) for site in ("keys", "values"))
+        self._clipping = clipping
+        self._handles: list[Any] = []
+        self._checked: set[str] = set()
+        self._forwards: list[Heads] = []
+        self._differentiable = False
+        # Whether attention may be computed outside of transformers' dispatch.
+        self._mixed = bool(found.bare or found.heads or not found.attention)
+        self._first = MeasuredFirst(self._apart(), runs, self._watching)
+        self._bare = BareCalls(model, found, runs, self._bare_call, again=True)
+        static = self._logits is not None and self._logits.static
+        if table is not None and static and self._sites():
+            table.check_model(self._sites())
+
+    def within(self) -> contextlib.AbstractContextManager[None]:
+        """A context for each forward pass."""
+        return self._watching() if self._mixed else contextlib.nullcontext()
+
+    def begin(self) -> None:
+        """From now on, until `end`."""
+        found = self._found
+        dispatch.replace([module for _, module in found.attention], self._call)
+        for name, module in found.modules.items():
+            layer = layer_of(name, found.layers)
+            inside = layer is not None and attends_itself(type(module))
+            if inside or (layer is not None and name == found.layers[layer][0]):
+                hook = functools.partial(_refuse_checkpointing, name)
+                self._handles.append(module.register_forward_pre_hook(hook))
+        if self._mixed:
+            self._handles += self._runs.watch(list(self._model.named_modules())[1:])
+        self._first.begin()
+        for name, heads in found.heads:
+            self._forwards.append(heads)
+            heads.forward = self._heads(name, heads)  # type: ignore[method-assign]
+
+    def end(self) -> None:
+        """Leave the model as it was."""
+        dispatch.restore([module for _, module in self._found.attention])
+        self._first.end()
+        for heads in self._forwards:
+            heads.__dict__.pop("forward", None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._forwards.clear()
+
+    def _apart(self) -> dict[str, nn.Module]:
+        """Modules whose maps are attention calls of their own, where one range spans them."""
+        if self._logits is None or not self._logits.over_both:
+            return {}
+        owners = dict.fromkeys(
+            self._found.owner(name)
+            for name, module in self._found.modules.items()
+            if layer_of(name, self._found.layers) is not None and attends_itself(type(module))
+        )
+        return {n: self._found.modules[n] for n in owners if self._found.family(n).apart}
+
+    def _watching(self) -> contextlib.AbstractContextManager[None]:
+        self._differentiable = torch.is_grad_enabled()
+        return self._bare.watching()
+
+    def _sites(self) -> dict[str, tuple[int, int]]:
+        """Layer and query heads of every site whose count a config or a module tells."""
+        sites = {}
+        for name, module in [*self._found.attention, *self._found.heads]:
+            if is_cross(name):
+                continue
+            owner = self._found.modules[name]
+            heads = getattr(owner, "query_heads", None)
+            if heads is None:
+                heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+            layer = layer_of(name, self._found.layers)
+            if layer is not None and isinstance(heads, int):
+                sites[name] = layer, heads
+        return sites
+
+    def check(self, now: Pass) -> None:
+        """Refuse a pass in which an attention module did not run.
+
+        Raises:
+            QuantizationError: names the first, or says that there is none.
+        """
+        names = [name for name, _ in [*self._found.attention, *self._found.heads]]
+        silent = [name for name in names if not now.fired[name] and not is_cross(name)]
+        if silent:
+            raise QuantizationError(
+                f"{len(silent)} attention modules did not run in a forward pass, the first is "
+                f"{silent[0]}; they would not be quantized"
+            )
+        if not names and not now.fired["scaled_dot_product_attention"]:
+            raise QuantizationError(
+                f"no attention was seen in {type(self._model).__name__}: it calls neither "
+                "transformers' attention dispatch nor scaled_dot_product_attention"
+            )
+
+    def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
+        """Compute a call of transformers' dispatch."""
+        name = self._found.names[call.module]
+        _refuse_checkpointing(name)  # transformers checkpoints a layer's forward, past its hooks
+        cross = is_cross(name)
+        if call.options.get("dropout"):
+            raise QuantizationError(
+                f"{name} drops attention weights out; quantized attention does not: set its "
+                "attention dropout to 0"
+            )
+        now = self._runs.current(name)
+        now.fired[name] += 1
+        now.dispatching = True
+        logits = read_call(call, now, cross=cross)
+        if name not in self._checked:
+            self._compare(name, real(), logits, value)
+        now.dispatching = False
+        out = self._attend(f"{name} (cross-attention)" if cross else name, logits, value, now)
+        return out.transpose(1, 2).contiguous(), None  # (B, N, H, w)
+
+    def _bare_call(
+        self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: SdpaCall | FlashCall
+    ) -> Tensor | None:
+        """Compute a call that a model makes of scaled_dot_product_attention, or of flash-attn."""
+        if call.dropout:
+            raise QuantizationError(
+                f"{name} drops attention weights out; quantized attention does not: set its "
+                "attention dropout to 0"
+            )
+        if isinstance(call, FlashCall) and self._differentiable:
+            raise QuantizationError(
+                f"{name} calls flash-attn by itself, whose backward pass knows nothing of "
+                "quantization; run the model under torch.no_grad()"
+            )
+        if self._first.measures(name):
+            self._first.add(name, *extremes(logits, name))
+            return None
+        over_both = self._logits is not None and self._logits.over_both
+        if part is not None and over_both and self._first.ends(name) is None:
+            raise QuantizationError(
+                f"{name} computes its two maps in calls of their own, so that a dynamic range over "
+                "both is not known at the first; use granularity head or row, or a static range"
+            )
+        if part is not None and self._maps is not None and self._maps.granularity == "tensor":
+            raise QuantizationError(
+                f"{name} computes its two maps in calls of their own, so that a range over the "
+                "weights of both is not known at the first; use granularity head or row"
+            )
+        now.fired["scaled_dot_product_attention"] += 1
+        place = name if part is None else f"{name} (branch {part.branch})"
+        heads = None if part is None else np.repeat(part.heads, part.step)
+        if isinstance(call, FlashCall):
+            if place not in self._checked:
+                theirs = call.unshaped(call.compute()[0])
+                self._compare(place, theirs.transpose(1, 2), logits, call.value)
+            return call.shaped(self._attend(name, logits, call.value, now, heads))
+        value = call.value if call.value.dim() == 4 else call.value[:, None]
+        if place not in self._checked:
+            output = call.compute()
+            output = output if output.dim() == 4 else output[:, None]
+            self._compare(place, output.transpose(1, 2), logits, value)
+        out = self._attend(name, logits, value, now, heads)
+        return out if call.value.dim() == 4 else out[:, 0]
+
+    def _heads(self, name: str, heads: Heads) -> Callable[..., Tensor]:
+        """The forward of one of quantdiff's own modules."""
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None) -> Tensor:
+            _refuse_checkpointing(name)
+            now = self._runs.current(name)
+            now.fired[name] += 1
+            call = HeadsCall(heads, (query, key, value, kept), {})
+            visible, _ = now.visible(call, lambda: read_heads(call))
+            sources = heads.layout.key_heads(query.shape[1], key.shape[1])
+            values = heads.layout.value_heads(query.shape[1], value.shape[1])
+            logits, value = self._cached(name, Logits(query, key, heads.scale, visible), value, now)
+            wide = torch.cat([value[:, list(part)] for part in zip(*values, strict=True)], -1)
+            logits = dataclasses.replace(logits, key=logits.key[:, sources])
+            return self._attended(name, logits, wide)
+
+        return forward
+
+    def _attend(
+        self, name: str, logits: Logits, value: Tensor, now: Pass, heads: NDArray[Any] | None = None
+    ) -> Tensor:
+        return self._attended(name, *self._cached(name, logits, value, now), heads)
+
+    def _cached(self, name: str, logits: Logits, value: Tensor, now: Pass) -> tuple[Logits, Tensor]:
+        """A call with its keys and values as a quantized cache holds them."""
+        if self._keys is not None or self._values is not None:
+            batch, count = now.batch, logits.key.shape[2]
+            kept = None if logits.cross else batch.kept[:, batch.key_offset(count) :]
+            logits = keys_of(logits, self._keys, kept, name)
+            value = values_of(value, self._values, kept, name)
+        return logits, value
+
+    def _attended(
+        self, name: str, logits: Logits, value: Tensor, heads: NDArray[Any] | None = None
+    ) -> Tensor:
+        query, key = as_multiplied(logits.query, logits.key)
+        counts = self._clipping is not None and self._logits is not None
+        clipped = np.zeros(query.shape[1], np.int64) if counts else None
+        softmax = softmax_of(
+            logits, self._logits, self._table, name, heads, clipped, self._first.ends(name),
+            self._maps,
+        )  # fmt: skip
+        try:
+            path = flex.attend if flex.takes(query, key, value, softmax) else attend
+            out = path(query, key, value, softmax, logits.sinks)
+        except NoGridError:
+            raise QuantizationError(
+                f"NaN or infinity among the attention logits of {name}"
+            ) from None
+        if clipped is not None:
+            self._add_clipped(name, clipped, logits, heads)
+        if not bool(torch.isfinite(out).all()):
+            raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
+        return out
+
+    def _add_clipped(
+        self, name: str, clipped: NDArray[np.int64], logits: Logits, heads: NDArray[Any] | None
+    ) -> None:
+        seen = visible_count(logits.visible, len(clipped))
+        places = np.arange(len(clipped)) if heads is None else heads
+        assert self._clipping is not None
+        known = self._clipping.setdefault(name, Clipping.none(0))
+        short = int(places.max()) + 1 - len(known.seen)
+        if short > 0:  # the maps of a module may come in calls of their own
+            known.clipped, known.seen = (
+                np.concatenate([x, np.zeros(short, np.int64)]) for x in (known.clipped, known.seen)
+            )
+        np.add.at(known.clipped, places, clipped)
+        np.add.at(known.seen, places, seen)
+
+    def _compare(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
+        """Once a module: without quantization, the output is the model's own.
+
+        Raises:
+            QuantizationError: something between q·kᵀ and the values is not known.
+        """
+        self._checked.add(name)
+        theirs = (output[0] if isinstance(output, tuple) else output).detach().transpose(1, 2)
+        with torch.no_grad():
+            plain = Softmax(logits.scale, logits.visible, logits.softcap, logits.bias)
+            query, key = as_multiplied(logits.query, logits.key)
+            ours = attend(query, key, value, plain, logits.sinks)
+        if theirs.shape != ours.shape:
+            raise QuantizationError(
+                f"the attention of {name} gives {tuple(theirs.shape)} where {tuple(ours.shape)} is "
+                "known"
+            )
+        real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
+        gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
+        size = torch.where(real, theirs.float().abs(), 0.0).max()
+        if float(gap) > _CLOSE.get(logits.query.dtype, 5e-2) * (1e-3 + float(size)):
+            raise QuantizationError(
+                f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
+                "the values; something in between is not known to quantdiff"
+            )
+
+
+def _refuse_checkpointing(name: str, *_: Any) -> None:
+    """In the backward pass no padding is known, and bare calls would not be quantized."""
+    if in_backward():
+        raise QuantizationError(
+            f"{name} is computed a second time in the backward pass; gradient checkpointing does "
+            "not go with fake quantization: switch it off"
+        )

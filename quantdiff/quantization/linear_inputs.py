@@ -1,0 +1,80 @@
+"""The site `linear_inputs`: what goes into the linear modules of the decoder's layers."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantdiff.errors import QuantizationError
+from quantdiff.hooks.found import Found
+from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.runs import Runs
+from quantdiff.quantization.rounding import rounded
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["LinearInputs", "linears"]
+
+
+def linears(found: Found) -> dict[str, nn.Module]:
+    """The linear modules in the layers, by name; neither embeddings nor the output head.
+
+    Raises:
+        QuantizationError: there are none.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    modules = {
+        name: module
+        for name, module in found.modules.items()
+        if isinstance(module, nn.Linear | Conv1D) and layer_of(name, found.layers) is not None
+    }
+    if not modules:
+        raise QuantizationError(
+            "there is no linear module in the layers of this model; it has no such site"
+        )
+    return modules
+
+
+class LinearInputs:
+    """Rounds them in hooks.
+
+    A range goes over one token (`token`) or over all real tokens of a sequence (`tensor`).
+    """
+
+    def __init__(self, found: Found, runs: Runs, scheme: Scheme) -> None:
+        self._modules, self._runs, self._scheme = linears(found), runs, scheme
+        self._handles: list[Any] = []
+
+    def begin(self) -> None:
+        """From now on, until `end`."""
+        for name, module in self._modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._hook(name)))
+
+    def end(self) -> None:
+        """Leave the modules as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def check(self, now: Pass) -> None:
+        """A linear module need not run: an expert may have no tokens."""
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> Any:
+            return (self._rounded(name, args[0]), *args[1:])
+
+        return hook
+
+    def _rounded(self, name: str, x: Tensor) -> Tensor:
+        if self._scheme.granularity == "token":
+            return rounded(x, (-1,), self._scheme, name)
+        real = self._runs.current(name).batch.real.to(x.device)  # (B, N)
+        if x.shape[:-1] == real.shape:
+            return rounded(x, (1, 2), self._scheme, name, real[..., None])
+        if x.shape[:-1] == (real.numel(),):
+            whole = x.view(*real.shape, -1)
+            return rounded(whole, (1, 2), self._scheme, name, real[..., None]).view_as(x)
+        raise QuantizationError(
+            f"the inputs of {name}, {tuple(x.shape)}, are not the tokens of the pass, so that a "
+            "range of each sequence cannot be told; use the granularity token"
+        )

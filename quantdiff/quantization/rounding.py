@@ -1,0 +1,58 @@
+"""Rounding of tensors to grids over some of their dimensions, with straight-through gradients."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantdiff.errors import QuantizationError
+from quantdiff.quantization.grid import Grid, NoGridError
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["in_groups", "rounded"]
+
+
+def rounded(
+    x: Tensor, over: Sequence[int], scheme: Scheme, name: str, kept: Tensor | None = None
+) -> Tensor:
+    """The values of a tensor on their grids.
+
+    Args:
+        x: any shape, floating.
+        over: the dimensions that share a range.
+        scheme: dynamic; its bits and symmetry are used.
+        name: of the site, for messages.
+        kept: bool, broadcastable to x: what may set a range; the rest is rounded too, and clipped.
+
+    Returns:
+        As x, in its dtype. Its gradient goes to x unchanged.
+
+    Raises:
+        QuantizationError: NaN or infinity among what sets a range.
+    """
+    values = x.detach()
+    if values.dtype not in (torch.float32, torch.float64):
+        values = values.float()
+    # A range holds zero, so that what does not count may be set to it.
+    inside = values if kept is None else torch.where(kept, values, 0.0)
+    least, most = inside.amin(tuple(over), keepdim=True), inside.amax(tuple(over), keepdim=True)
+    try:
+        grid = Grid.of(least, most, scheme.bits, scheme.symmetric)
+    except NoGridError:
+        raise QuantizationError(f"NaN or infinity among the {scheme.site} of {name}") from None
+    found = grid.quantize(values).to(x.dtype)
+    return x + (found - x.detach()) if x.requires_grad else found
+
+
+def in_groups(x: Tensor, size: int, name: str, site: str) -> Tensor:
+    """The last dimension in groups, (…, groups, size).
+
+    Raises:
+        QuantizationError: the size does not divide it.
+    """
+    if x.shape[-1] % size:
+        raise QuantizationError(
+            f"groups of {size} do not divide the {x.shape[-1]} channels of the {site} of {name}; "
+            "choose a size that does"
+        )
+    return x.unflatten(-1, (-1, size))

@@ -1,0 +1,71 @@
+"""The site `weights`: those of the linear modules of the decoder's layers, rounded to nearest."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantdiff.errors import QuantizationError
+from quantdiff.hooks.found import Found
+from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.runs import Runs
+from quantdiff.quantization.linear_inputs import linears
+from quantdiff.quantization.rounding import in_groups, rounded
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """Rounds the weights once, when it begins, and puts the real ones back at the end.
+
+    A range goes over a matrix (`tensor`), an output channel (`channel`) or some neighbouring
+    inputs of an output channel (`group:128`). The gradient that a parameter gets within is
+    straight-through, but an optimizer's step there is lost.
+    """
+
+    def __init__(self, found: Found, runs: Runs, scheme: Scheme) -> None:
+        self._modules, self._scheme = linears(found), scheme
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        for name, module in self._modules.items():
+            weight: Any = module.weight
+            if not weight.is_floating_point() or weight.dim() != 2:
+                raise QuantizationError(f"the weights of {name} are quantized already")
+            if scheme.group is not None:
+                in_groups(_by_output(module, weight), scheme.group, name, scheme.site)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """From now on, until `end`."""
+        try:
+            for name, module in self._modules.items():
+                weight: Any = module.weight
+                if weight not in self._kept:  # modules may share one
+                    found = self._rounded(name, _by_output(module, weight.data))
+                    self._kept[weight] = weight.data
+                    weight.data = _by_output(module, found).contiguous()
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Leave the modules as they were."""
+        for weight, data in self._kept.items():
+            weight.data = data
+        self._kept.clear()
+
+    def check(self, now: Pass) -> None:
+        """Weights are there, whatever runs."""
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        """weight: (out, in)."""
+        if self._scheme.group is not None:
+            parts = in_groups(weight, self._scheme.group, name, self._scheme.site)
+            return rounded(parts, (2,), self._scheme, name).flatten(1)
+        over = (0, 1) if self._scheme.granularity == "tensor" else (1,)
+        return rounded(weight, over, self._scheme, name)
+
+
+def _by_output(module: nn.Module, weight: Tensor) -> Tensor:
+    """As (out, in), or back: transformers' Conv1D holds (in, out)."""
+    return weight if isinstance(module, nn.Linear) else weight.T

@@ -1,0 +1,378 @@
+"""Keys, values, attention maps, linear inputs, hidden states and weights against plain fp64."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quantdiff import QuantizationError, Scheme, fake_quantize
+from quantdiff.attention import layout
+from tests import reference
+from tests.hooks.test_differential import OWN, Small
+from tests.quantization.test_fake_quantize import MODELS, SITE, batch, grid_of
+from tests.standins import CAUSAL, IDS, D, DiffAttention, MotifAttention, make
+
+KV = ("token", "head", "channel", "group:4")
+
+
+def on_grid(values, inside, bits, symmetric):
+    """One group of values, fp64, and where they are near a boundary."""
+    step, zero, low, high = grid_of(
+        *((inside.min(), inside.max()) if len(inside) else (0, 0)), bits, symmetric
+    )
+    y = values.double() / step
+    near = (y - y.floor() - 0.5).abs() < 1e-5
+    return ((y.round() + zero).clamp(low, high) - zero) * step, near
+
+
+def by_group(x, groups, kept, scheme):
+    """x with each of the index tuples in `groups` on a grid of its own."""
+    out, near = x.double().clone(), torch.zeros(x.shape, dtype=torch.bool)
+    for index in groups:
+        values, real = x[index].flatten(), kept.expand(x.shape)[index].flatten()
+        found, close = on_grid(values, values[real].double(), scheme.bits, scheme.symmetric)
+        out[index], near[index] = found.view(x[index].shape), close.view(x[index].shape)
+    return out, near
+
+
+def kv_groups(shape, granularity):
+    batch_, heads, tokens, width = shape
+    every = slice(None)
+    for b, h in itertools.product(range(batch_), range(heads)):
+        if granularity == "head":
+            yield b, h
+        elif granularity == "token":
+            yield from ((b, h, n) for n in range(tokens))
+        elif granularity == "channel":
+            yield from ((b, h, every, c) for c in range(width))
+        else:
+            size = int(granularity.partition(":")[2])
+            starts = range(0, width, size)
+            yield from ((b, h, n, slice(c, c + size)) for n in range(tokens) for c in starts)
+
+
+def module_case(name):
+    """A module of one layout, its call, and what it sees."""
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN[name](i, "sdpa"), layers=1).eval()
+    caught = {}
+    heads = model.blocks[0].attention.heads
+    heads.register_forward_hook(lambda m, args, out: caught.update(args=args, out=out))
+    return model, heads, caught
+
+
+def cached(caught):
+    """Queries, keys and values as a cache holds them, real tokens, what is seen."""
+    q, k, v, kept = caught["args"]
+    kept = kept.bool()
+    causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    return q, k, v, kept, causal & kept[:, None, :, None] & kept[:, None, None]
+
+
+def arranged(name, q, k, v):
+    """Keys of every query head, and values of every head's width."""
+    kinds = layout(name)
+    parts = zip(*kinds.value_heads(q.shape[1], v.shape[1]), strict=True)
+    wide = torch.cat([v[:, list(part)] for part in parts], -1)
+    return k[:, kinds.key_heads(q.shape[1], k.shape[1])], wide
+
+
+def attention(q, k, v, seen, scale):
+    x = reference.logits(q, k, scale)
+    weights = torch.where(seen, x.masked_fill(~seen, -torch.inf).softmax(-1), 0.0).nan_to_num()
+    v = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return weights, v
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("granularity", KV)
+@pytest.mark.parametrize("name", OWN)
+def test_keys_and_values_of_every_layout(name, granularity, symmetric):
+    model, heads, caught = module_case(name)
+    checked = 0
+    for bits, sites in ((2, ["keys"]), (3, ["values"]), (5, ["keys", "values"]), (8, ["keys"])):
+        schemes = {s: Scheme(s, bits, "dynamic", granularity, symmetric) for s in sites}
+        with torch.no_grad(), fake_quantize(model, *schemes.values()):
+            model(**batch())
+        q, k, v, kept, seen = cached(caught)
+        real = kept[:, None, :, None]
+        near = torch.zeros(1, dtype=torch.bool)
+        if "keys" in schemes:
+            k, close = by_group(k, kv_groups(k.shape, granularity), real, schemes["keys"])
+            near = near | (close & real).any()
+        if "values" in schemes:
+            v, close = by_group(v, kv_groups(v.shape, granularity), real, schemes["values"])
+            near = near | (close & real).any()
+        weights, wide = attention(q, *arranged(name, q, k, v), seen, heads.scale)
+        gap = (caught["out"] - weights @ wide).abs().max()
+        assert near or gap < 1e-5 * (1 + float(v.abs().max()))
+        checked += not near
+    assert checked >= 2
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "row"])
+@pytest.mark.parametrize("name", OWN)
+def test_attention_maps_of_every_layout(name, granularity):
+    model, heads, caught = module_case(name)
+    for bits in (2, 4, 8):
+        scheme = Scheme("attention_maps", bits, granularity=granularity)
+        with torch.no_grad(), fake_quantize(model, scheme):
+            model(**batch())
+        q, k, v, _, seen = cached(caught)
+        weights, wide = attention(q, *arranged(name, q, k, v), seen, heads.scale)
+        over = {"tensor": (1, 2, 3), "head": (2, 3), "row": (3,)}[granularity]
+        step = (weights.amax(over, keepdim=True) / (2**bits - 1)).float().double()
+        step = torch.where(step == 0, 1.0, step)
+        y = weights / step
+        unsure = (((y - y.floor() - 0.5).abs() < 1e-4) & seen).any(-1, keepdim=True)
+        expected = y.round() * step @ wide
+        gap = torch.where(unsure, 0.0, (caught["out"] - expected).abs()).max()
+        assert gap < 1e-5 * (1 + float(v.abs().max()))
+        assert unsure.float().mean() < 0.1
+
+
+def test_maps_where_a_row_sees_itself_alone_reach_to_one():
+    model = MODELS["llama"]()
+    with torch.no_grad(), fake_quantize(model, Scheme("attention_maps", 8)):
+        a = model(**batch()).logits
+    plain = model(**batch()).logits
+    assert 0 < (a - plain).abs().max() < 0.5
+
+
+def test_sites_of_one_call_together():
+    """Keys are rounded before the logits, these before the softmax, the maps before the values."""
+    name = "adjacent_shared"
+    model, heads, caught = module_case(name)
+    schemes = [
+        Scheme("keys", 8, granularity="token"), Scheme(SITE, 6), Scheme("attention_maps", 8),
+        Scheme("values", 8, granularity="token"),
+    ]  # fmt: skip
+    with torch.no_grad(), fake_quantize(model, *schemes):
+        model(**batch())
+    q, k, v, kept, seen = cached(caught)
+    real = kept[:, None, :, None]
+    k, _ = by_group(k, kv_groups(k.shape, "token"), real, schemes[0])
+    v, _ = by_group(v, kv_groups(v.shape, "token"), real, schemes[3])
+    k, v = arranged(name, q, k, v)
+    x = reference.logits(q, k, heads.scale)
+    shown = seen.expand(x.shape)
+    for b in range(len(x)):
+        x[b], _ = on_grid(x[b], x[b][shown[b]], 6, True)
+    weights = torch.where(seen, x.masked_fill(~seen, -torch.inf).softmax(-1), 0.0).nan_to_num()
+    step = weights.amax((1, 2, 3), keepdim=True) / 255
+    weights = (weights / step).round() * step
+    expected = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    close = (caught["out"] - expected).abs().amax(-1) < 1e-4
+    assert close.float().mean() > 0.95  # a value on a boundary goes either way
+
+
+@pytest.mark.parametrize("build", [DiffAttention, MotifAttention])
+def test_keys_of_models_that_attend_by_themselves(build):
+    model = make(build, layers=1, model_type="Motif")
+    module = model.blocks[0].attn
+    with torch.no_grad():
+        plain = model(IDS)
+        with fake_quantize(model, Scheme("keys", 3, granularity="token")):
+            assert not torch.equal(model(IDS), plain)
+        with fake_quantize(model, Scheme("attention_maps", 4, granularity="head")):
+            assert not torch.equal(model(IDS), plain)
+        refused = pytest.raises(QuantizationError, match="a range over the weights of both")
+        with refused, fake_quantize(model, Scheme("attention_maps", 4)):
+            model(IDS)
+        assert torch.equal(model(IDS), plain)
+    assert module.seen[0].shape[-1] == D
+    assert len(CAUSAL) == IDS.shape[1]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("granularity", ["token", "tensor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_linear_inputs(name, granularity, symmetric):
+    """Each module by itself: what came, what it gave."""
+    model, given = MODELS[name](), batch()
+    real = given["attention_mask"].bool()[..., None]
+    seen = []
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda m, args: seen.append([m, args[0]]))
+            module.register_forward_hook(
+                lambda m, args, out: next(x for x in reversed(seen) if x[0] is m).append(out)
+            )
+    for bits in (2, 4, 8):
+        seen.clear()
+        scheme = Scheme("linear_inputs", bits, granularity=granularity, symmetric=symmetric)
+        with torch.no_grad(), fake_quantize(model, scheme):
+            model(**given)
+        assert len(seen) >= 14
+        for module, x, out in seen:
+            if granularity == "token":
+                groups = itertools.product(range(2), range(x.shape[1]))
+                rounded, near = by_group(x, groups, torch.ones(1, dtype=torch.bool), scheme)
+            else:
+                rounded, near = by_group(x, [(b,) for b in range(2)], real, scheme)
+            expected = rounded @ module.weight.double().T
+            gap = torch.where(near.any(-1, keepdim=True), 0.0, (out - expected).abs())
+            assert gap.max() < 1e-5 * (1 + float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("granularity", ["token", "tensor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states(name, granularity):
+    model, given = MODELS[name](), batch()
+    real = given["attention_mask"].bool()[..., None]
+    raw, passed = [], []
+    layers = model.model.layers
+    for layer in layers:
+        layer.register_forward_hook(
+            lambda m, args, out: raw.append(out[0] if isinstance(out, tuple) else out)
+        )
+    for layer in layers[1:]:
+        layer.register_forward_pre_hook(lambda m, args: passed.append(args[0]))
+    scheme = Scheme("hidden_states", 5, granularity=granularity)
+    with torch.no_grad(), fake_quantize(model, scheme):
+        model(**given)
+    for x, found in zip(raw, passed, strict=False):
+        groups = [(b,) for b in range(2)]
+        if granularity == "token":
+            groups = itertools.product(range(2), range(x.shape[1]))
+        expected, near = by_group(x, groups, real.expand(x.shape), scheme)
+        gap = torch.where(near, 0.0, (found - expected).abs())
+        assert gap[real.expand(x.shape)].max() < 1e-5
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "group:8"])
+def test_weights(granularity, symmetric):
+    model = MODELS["diffllama"]()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for bits in (2, 4, 8):
+        scheme = Scheme("weights", bits, granularity=granularity, symmetric=symmetric)
+        with fake_quantize(model, scheme):
+            for name, p in model.named_parameters():
+                weight = before[name]
+                if "_proj.weight" not in name:
+                    assert torch.equal(p, weight), name
+                    continue
+                rows, columns = weight.shape
+                groups = [()]
+                if granularity == "channel":
+                    groups = [(r,) for r in range(rows)]
+                elif granularity != "tensor":
+                    starts = range(0, columns, 8)
+                    groups = [(r, slice(c, c + 8)) for r in range(rows) for c in starts]
+                expected, near = by_group(weight, groups, torch.ones(1, dtype=torch.bool), scheme)
+                assert torch.where(near, 0.0, (p - expected).abs()).max() < 1e-6
+        for name, p in model.named_parameters():
+            assert torch.equal(p, before[name]), name
+
+
+def test_weights_are_put_back_after_an_exception():
+    model = MODELS["llama"]()
+    before = model.model.layers[0].mlp.up_proj.weight
+    data = before.detach().clone()
+    quantizer = fake_quantize(model, Scheme("weights", 4), Scheme("keys", 4))
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), quantizer:
+        model(**batch())
+    assert model.model.layers[0].mlp.up_proj.weight is before
+    assert torch.equal(before, data)
+
+
+def test_group_sizes_that_do_not_divide():
+    model = MODELS["llama"]()
+    with pytest.raises(QuantizationError, match=r"groups of 7 do not divide the \d+ channels"):
+        fake_quantize(model, Scheme("weights", 4, granularity="group:7"))
+    refused = pytest.raises(QuantizationError, match="groups of 5 do not divide the 4 channels")
+    with refused, fake_quantize(model, Scheme("keys", 4, granularity="group:5")):
+        model(**batch())
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [
+        [Scheme("keys", 4, granularity="token"), Scheme("values", 4, granularity="group:2")],
+        [Scheme(SITE, 6, granularity="row")],
+        [Scheme("attention_maps", 8, granularity="row")],
+        [Scheme("linear_inputs", 8, granularity="token"), Scheme("weights", 8)],
+        [Scheme("hidden_states", 8, granularity="token")],
+    ],
+    ids=lambda schemes: "+".join(s.site for s in schemes),
+)
+def test_prefill_and_decode_are_one_pass(schemes):
+    """With a cache, for the granularities in which no later token matters."""
+    model = MODELS["diffllama"]()
+    ids = batch()["input_ids"][:1]
+    assert all(scheme.causal for scheme in schemes)
+    with torch.no_grad(), fake_quantize(model, *schemes):
+        whole = model(input_ids=ids).logits
+        out = model(input_ids=ids[:, :12], use_cache=True)
+        parts = [out.logits]
+        for n in range(12, ids.shape[1]):
+            out = model(
+                input_ids=ids[:, n : n + 1], past_key_values=out.past_key_values, use_cache=True
+            )
+            parts.append(out.logits)
+    gap = (torch.cat(parts, 1) - whole).abs().amax(-1)
+    assert (gap < 1e-4).float().mean() > 0.8  # a value on a boundary goes either way
+
+
+def test_w8a8_is_what_integers_compute():
+    """The accumulators of an int8 product, and with their steps the fake-quantized output."""
+    torch.manual_seed(0)
+    model = MODELS["llama"]()
+    module = model.model.layers[0].mlp.down_proj
+    caught = {}
+    module.register_forward_pre_hook(lambda m, args: caught.update(x=args[0]))
+    module.register_forward_hook(lambda m, args, out: caught.update(out=out))
+    weight = module.weight.detach().clone()
+    schemes = [
+        Scheme("linear_inputs", 8, granularity="token"),
+        Scheme("weights", 8, granularity="channel"),
+    ]
+    ids = torch.randint(0, 100, (1, 24))  # the product wants more than 16 rows
+    with torch.no_grad(), fake_quantize(model, *schemes):
+        model(input_ids=ids)
+    x, out = caught["x"][0], caught["out"][0]
+    step_x, step_w = ((v.abs().amax(-1, keepdim=True).double() / 127).float() for v in (x, weight))
+    a, w = (torch.round(v / s).to(torch.int8) for v, s in ((x, step_x), (weight, step_w)))
+    accumulators = torch._int_mm(a, w.T.contiguous())
+    assert accumulators.dtype == torch.int32
+    assert torch.equal(accumulators.long(), a.long() @ w.long().T)
+    real = accumulators.double() * step_x.double() * step_w.double().T
+    assert torch.allclose(out.double(), real, rtol=1e-5, atol=1e-6 * float(real.abs().max()))
+
+
+def test_gradients_pass_straight_through():
+    model = MODELS["diff_v2"]()
+    given = batch()
+    schemes = [
+        Scheme("keys", 8), Scheme("values", 8), Scheme(SITE, 8), Scheme("attention_maps", 8),
+        Scheme("linear_inputs", 8, granularity="token"), Scheme("hidden_states", 8),
+        Scheme("weights", 8, granularity="channel"),
+    ]  # fmt: skip
+    gradients = []
+    for context in (fake_quantize(model), fake_quantize(model, *schemes)):
+        model.zero_grad()
+        with context:
+            loss = model(**given).logits[given["attention_mask"].bool()].square().mean()
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert F.cosine_similarity(*gradients, dim=0) > 0.95
+
+
+def test_one_context_at_a_time():
+    model = MODELS["llama"]()
+    with (
+        fake_quantize(model, Scheme("weights", 8)),
+        pytest.raises(QuantizationError, match="give all schemes to one"),
+        fake_quantize(model, Scheme("keys", 8)),
+    ):
+        pass
+
+
+def test_a_model_without_linear_modules():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), nn.Identity()])})
+    with pytest.raises(QuantizationError, match="no linear module"):
+        fake_quantize(model, Scheme("weights", 8))
