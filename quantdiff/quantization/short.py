@@ -1,0 +1,87 @@
+"""Short names of what people run: `W8A8`, `W4g64A16+KV4`, `L4`."""
+
+import re
+from collections.abc import Iterable
+
+from quantdiff.errors import UsageError
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["SHORT", "name_of", "schemes"]
+
+# Letter -> the sites, granularity and symmetry that it stands for.
+SHORT: dict[str, tuple[tuple[str, ...], str, bool]] = {
+    "W": (("weights",), "channel", True),
+    "A": (("linear_inputs",), "token", True),
+    "KV": (("keys", "values"), "token", False),
+    "K": (("keys",), "token", False),
+    "V": (("values",), "token", False),
+    "L": (("attention_logits",), "tensor", True),
+    "P": (("attention_maps",), "tensor", False),
+    "H": (("hidden_states",), "token", True),
+}
+_ONE = re.compile(r"(KV|[WAKVLPH])(\d+)(?:g(\d+))?")
+
+
+def schemes(name: str) -> tuple[Scheme, ...]:
+    """The schemes behind a short name.
+
+    It is made of letters with bits: W weights (a grid an output channel), A inputs of linear
+    modules (a grid a token), KV, K, V keys and values (a grid a token and head, asymmetric), L
+    attention logits, P attention maps (a grid a layer and sequence), H hidden states (a grid a
+    token); 16 bits leave a site as it is. `g64` behind W, KV, K or V makes groups of 64. Names are
+    summed by `+`; `W4A16` is `W4+A16`.
+
+    Raises:
+        UsageError: what is not known, a site named twice, or bits that no scheme has.
+    """
+    found: list[Scheme] = []
+    named: set[str] = set()
+    for part in name.split("+"):
+        if not part or _ONE.sub("", part):
+            raise UsageError(
+                f"unknown short name {part or name!r}: write letters and bits, such as W8A8, "
+                f"W4g64A16+KV4 or L6; letters are {', '.join(SHORT)}"
+            )
+        for letter, bits, size in _ONE.findall(part):
+            sites, granularity, symmetric = SHORT[letter]
+            if size:
+                granularity = f"group:{size}"
+            for site in sites:
+                if site in named:
+                    raise UsageError(f"{name!r} names {site} twice")
+                named.add(site)
+                try:
+                    scheme = Scheme(site, int(bits), "dynamic", granularity, symmetric)
+                except UsageError as error:
+                    raise UsageError(f"{letter}{bits} in {name!r}: {error}") from None
+                found.append(scheme)
+    return tuple(scheme for scheme in found if scheme.quantizes)
+
+
+def name_of(chosen: Iterable[Scheme]) -> str:
+    """A short name of some schemes, by site and bits; `fp` for none.
+
+    It says what a short name takes for granted only where it differs: `L4` may have any range.
+    """
+    bits = {scheme.site: scheme for scheme in chosen if scheme.quantizes}
+    parts = []
+    pair = bits.get("keys"), bits.get("values")
+    joined = pair[0] is not None and pair[1] is not None and _alike(*pair)  # type: ignore[arg-type]
+    for letter, (sites, _, _) in SHORT.items():
+        if (letter == "KV") != joined and letter in ("KV", "K", "V"):
+            continue
+        scheme = bits.get(sites[0])
+        if scheme is not None:
+            group = "" if scheme.group is None else f"g{scheme.group}"
+            parts.append(f"{letter}{scheme.bits}{group}")
+    if "weights" in bits and "linear_inputs" in bits:
+        parts[:2] = ["".join(parts[:2])]
+    elif "weights" in bits:
+        parts[0] += "A16"
+    return "+".join(parts) or "fp"
+
+
+def _alike(keys: Scheme, values: Scheme) -> bool:
+    return (keys.bits, keys.granularity, keys.symmetric, keys.range) == (
+        values.bits, values.granularity, values.symmetric, values.range
+    )  # fmt: skip
