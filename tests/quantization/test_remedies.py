@@ -1,0 +1,138 @@
+"""Migration and rotation leave the function as it is, and outliers smaller."""
+
+import pytest
+import torch
+
+from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize, record
+from quantdiff.quantization.remedies import orthogonal, rotated, smoothed
+from tests.quantization.test_fake_quantize import MODELS, batch
+from tests.tiny import tiny_llama
+
+FACTOR = 40.0
+
+
+def with_outliers(name, **options):
+    """A model whose norms blow one channel up, and whose residual stream has a large one."""
+    torch.manual_seed(0)
+    model = MODELS[name]() if not options else tiny_llama(**options)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[3] *= FACTOR
+            layer.post_attention_layernorm.weight[5] *= FACTOR
+            for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                p.weight[:, 3] /= FACTOR
+            for p in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                p.weight[:, 5] /= FACTOR
+            layer.mlp.down_proj.weight[7] *= FACTOR
+    return model
+
+
+def contexts(model):
+    return {"smoothed": lambda: smoothed(model, [batch()]), "rotated": lambda: rotated(model)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("remedy", ["smoothed", "rotated"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_function_stays(name, remedy, tied):
+    model = with_outliers(name)
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for module in model.modules():  # norms that are not all ones
+            if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
+                noise = torch.rand(module.weight.shape, generator=generator)
+                module.weight.mul_(0.5 + noise)
+    model.double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    head = model.lm_head.weight
+    real = batch()["attention_mask"].bool()
+    with torch.no_grad():
+        plain = model(**batch()).logits[real]
+        with contexts(model)[remedy]():
+            found = model(**batch()).logits[real]
+            changed = [
+                n for n, p in model.named_parameters() if not torch.equal(p, before.get(n, p))
+            ]
+    # Norms compute in fp32.
+    assert (found - plain).abs().max() < 1e-5 * (1 + plain.abs().max())
+    assert any("q_proj" in n for n in changed)
+    assert any("down_proj" in n for n in changed)
+    assert model.lm_head.weight is head
+    for n, p in model.named_parameters():
+        assert torch.equal(p, before[n]), n
+
+
+@pytest.mark.parametrize("remedy", ["smoothed", "rotated"])
+def test_single_precision_too(remedy):
+    model = with_outliers("llama")
+    with torch.no_grad():
+        plain = model(**batch()).logits
+        with contexts(model)[remedy]():
+            found = model(**batch()).logits
+    assert (found - plain).abs().max() < 1e-5 * (1 + plain.abs().max())
+
+
+def test_a_rotation_spreads_the_residual_stream_and_leaves_the_logits():
+    model = with_outliers("llama")
+    profiles = []
+    with torch.no_grad():
+        for context in (lambda: fake_quantize(model), lambda: rotated(model)):
+            with context(), record(model) as recorder:
+                model(**batch())
+            profiles.append(recorder.profile())
+    before, after = (p.hidden_states.top(1)[0].value for p in profiles)
+    assert after < 0.6 * before
+    a, b = (p.attention_logits.top(1)[0].value for p in profiles)
+    assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_migration_helps_quantized_inputs():
+    model = with_outliers("llama")
+    schemes = [
+        Scheme("linear_inputs", 6, granularity="token"), Scheme("weights", 6, granularity="channel")
+    ]  # fmt: skip
+    errors = []
+    with torch.no_grad():
+        plain = model(**batch()).logits
+        for context in (lambda: fake_quantize(model), lambda: smoothed(model, [batch()])):
+            with context(), fake_quantize(model, *schemes):
+                errors.append(float((model(**batch()).logits - plain).square().mean()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("width", [1, 2, 6, 9, 64, 96, 576])
+def test_orthogonal(width):
+    q = orthogonal(width)
+    assert torch.allclose(q @ q.T, torch.eye(width, dtype=torch.float64), atol=1e-12)
+    # No channel keeps more than its share, up to the cosine transform's factor.
+    assert q.abs().max() <= (2 / width) ** 0.5 + 1e-12
+    assert not torch.equal(q, orthogonal(width, seed=1)) or width == 1
+
+
+def test_bad_input():
+    model = MODELS["llama"]()
+    with pytest.raises(UsageError, match=r"alpha lies in \[0, 1\], not 2"), smoothed(model, [], 2):
+        pass
+    with pytest.raises(UsageError, match="migration needs a batch"), smoothed(model, []):
+        pass
+    model.model.layers[0].mlp.extra = torch.nn.Linear(4, 4)
+    with (
+        pytest.raises(QuantizationError, match=r"not built like Llama.*mlp\.extra"),
+        rotated(model),
+    ):
+        pass
+
+
+def test_a_model_that_computes_something_else_is_refused():
+    model = with_outliers("llama")
+    layer = model.model.layers[0]
+    real = layer.mlp.forward
+    layer.mlp.forward = lambda x: real(x + x[..., :1].abs())
+    refused = pytest.raises(QuantizationError, match="computes something else")
+    before = layer.mlp.up_proj.weight.detach().clone()
+    with torch.no_grad(), refused, rotated(model):
+        pass
+    assert torch.equal(layer.mlp.up_proj.weight, before)
