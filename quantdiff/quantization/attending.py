@@ -7,7 +7,7 @@ quantdiff's own `Heads`, and calls that a model makes of scaled_dot_product_atte
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.quantization import flex
 from quantdiff.quantization.apart import MeasuredFirst
 from quantdiff.quantization.attention import attend
+from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.clipping import Clipping, visible_count
 from quantdiff.quantization.grid import NoGridError
 from quantdiff.quantization.keys_values import keys_of, values_of
@@ -53,7 +54,7 @@ class AttentionSites:
     Args:
         found, runs: the modules of the model, and what follows its passes.
         model: the model.
-        schemes: by site: `keys`, `attention_logits`, `attention_maps`, `values`.
+        schemes: of the sites `keys`, `attention_logits`, `attention_maps`, `values`.
         table: static ranges, or None.
         clipping: where clipped logits are counted, by site, or None.
 
@@ -66,15 +67,12 @@ class AttentionSites:
         model: nn.Module,
         found: Found,
         runs: Runs,
-        schemes: Mapping[str, Scheme],
+        schemes: Schemes,
         table: Table | None,
         clipping: dict[str, Clipping] | None,
     ) -> None:
         self._model, self._found, self._runs, self._table = model, found, runs, table
-        self._logits, self._maps = (
-            schemes.get(site) for site in ("attention_logits", "attention_maps")
-        )
-        self._keys, self._values = (schemes.get(site) for site in ("keys", "values"))
+        self._schemes = schemes
         self._clipping = clipping
         self._handles: list[Any] = []
         self._checked: set[str] = set()
@@ -84,7 +82,7 @@ class AttentionSites:
         self._mixed = bool(found.bare or found.heads or not found.attention)
         self._first = MeasuredFirst(self._apart(), runs, self._watching)
         self._bare = BareCalls(model, found, runs, self._bare_call, again=True)
-        static = self._logits is not None and self._logits.static
+        static = any(scheme.static for scheme in schemes.all)
         if table is not None and static and self._sites():
             table.check_model(self._sites())
 
@@ -122,14 +120,29 @@ class AttentionSites:
 
     def _apart(self) -> dict[str, nn.Module]:
         """Modules whose maps are attention calls of their own, where one range spans them."""
-        if self._logits is None or not self._logits.over_both:
-            return {}
         owners = dict.fromkeys(
             self._found.owner(name)
             for name, module in self._found.modules.items()
             if layer_of(name, self._found.layers) is not None and attends_itself(type(module))
         )
-        return {n: self._found.modules[n] for n in owners if self._found.family(n).apart}
+        return {
+            name: self._found.modules[name]
+            for name in owners
+            if self._over_both(name) and self._found.family(name).apart
+        }
+
+    def _of(self, site: str, name: str) -> Scheme | None:
+        """The scheme for a site of the layer in which an attention module lies."""
+        layer = layer_of(name.partition(" ")[0], self._found.layers)
+        return None if layer is None else self._schemes.of(site, layer)
+
+    def _over_both(self, name: str) -> bool:
+        logits = self._of("attention_logits", name)
+        return logits is not None and logits.over_both
+
+    def _plain(self, name: str) -> bool:
+        """Whether nothing is done in this layer."""
+        return all(self._of(scheme.site, name) is None for scheme in self._schemes.all)
 
     def _watching(self) -> contextlib.AbstractContextManager[None]:
         self._differentiable = torch.is_grad_enabled()
@@ -181,6 +194,8 @@ class AttentionSites:
             )
         now = self._runs.current(name)
         now.fired[name] += 1
+        if self._plain(name):
+            return real()
         now.dispatching = True
         logits = read_call(call, now, cross=cross)
         if name not in self._checked:
@@ -193,6 +208,9 @@ class AttentionSites:
         self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: SdpaCall | FlashCall
     ) -> Tensor | None:
         """Compute a call that a model makes of scaled_dot_product_attention, or of flash-attn."""
+        if self._plain(name):
+            now.fired["scaled_dot_product_attention"] += 1
+            return None
         if call.dropout:
             raise QuantizationError(
                 f"{name} drops attention weights out; quantized attention does not: set its "
@@ -206,13 +224,13 @@ class AttentionSites:
         if self._first.measures(name):
             self._first.add(name, *extremes(logits, name))
             return None
-        over_both = self._logits is not None and self._logits.over_both
-        if part is not None and over_both and self._first.ends(name) is None:
+        if part is not None and self._over_both(name) and self._first.ends(name) is None:
             raise QuantizationError(
                 f"{name} computes its two maps in calls of their own, so that a dynamic range over "
                 "both is not known at the first; use granularity head or row, or a static range"
             )
-        if part is not None and self._maps is not None and self._maps.granularity == "tensor":
+        maps = self._of("attention_maps", name)
+        if part is not None and maps is not None and maps.granularity == "tensor":
             raise QuantizationError(
                 f"{name} computes its two maps in calls of their own, so that a range over the "
                 "weights of both is not known at the first; use granularity head or row"
@@ -240,6 +258,9 @@ class AttentionSites:
             _refuse_checkpointing(name)
             now = self._runs.current(name)
             now.fired[name] += 1
+            if self._plain(name):
+                plain: Tensor = type(heads).forward(heads, query, key, value, kept)
+                return plain
             call = HeadsCall(heads, (query, key, value, kept), {})
             visible, _ = now.visible(call, lambda: read_heads(call))
             sources = heads.layout.key_heads(query.shape[1], key.shape[1])
@@ -258,22 +279,24 @@ class AttentionSites:
 
     def _cached(self, name: str, logits: Logits, value: Tensor, now: Pass) -> tuple[Logits, Tensor]:
         """A call with its keys and values as a quantized cache holds them."""
-        if self._keys is not None or self._values is not None:
+        keys, values = (self._of(site, name) for site in ("keys", "values"))
+        if keys is not None or values is not None:
             batch, count = now.batch, logits.key.shape[2]
             kept = None if logits.cross else batch.kept[:, batch.key_offset(count) :]
-            logits = keys_of(logits, self._keys, kept, name)
-            value = values_of(value, self._values, kept, name)
+            logits = keys_of(logits, keys, kept, name)
+            value = values_of(value, values, kept, name)
         return logits, value
 
     def _attended(
         self, name: str, logits: Logits, value: Tensor, heads: NDArray[Any] | None = None
     ) -> Tensor:
         query, key = as_multiplied(logits.query, logits.key)
-        counts = self._clipping is not None and self._logits is not None
+        scheme = self._of("attention_logits", name)
+        counts = self._clipping is not None and scheme is not None
         clipped = np.zeros(query.shape[1], np.int64) if counts else None
         softmax = softmax_of(
-            logits, self._logits, self._table, name, heads, clipped, self._first.ends(name),
-            self._maps,
+            logits, scheme, self._table, name, heads, clipped, self._first.ends(name),
+            self._of("attention_maps", name),
         )  # fmt: skip
         try:
             path = flex.attend if flex.takes(query, key, value, softmax) else attend

@@ -8,6 +8,7 @@ from quantdiff.errors import QuantizationError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
+from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.rounding import rounded
 from quantdiff.quantization.scheme import Scheme
 
@@ -17,14 +18,19 @@ __all__ = ["HiddenStates"]
 class HiddenStates:
     """Rounds them in hooks: over a token, or over all real tokens of a sequence (`tensor`)."""
 
-    def __init__(self, found: Found, runs: Runs, scheme: Scheme) -> None:
-        self._layers, self._runs, self._scheme = found.layers, runs, scheme
+    def __init__(self, found: Found, runs: Runs, schemes: Schemes) -> None:
+        self._runs = runs
+        self._layers: list[tuple[str, nn.Module, Scheme]] = []
+        for number, (name, layer) in enumerate(found.layers):
+            scheme = schemes.of("hidden_states", number)
+            if scheme is not None:
+                self._layers.append((name, layer, scheme))
         self._handles: list[Any] = []
 
     def begin(self) -> None:
         """From now on, until `end`."""
-        for name, layer in self._layers:
-            self._handles.append(layer.register_forward_hook(self._hook(name)))
+        for name, layer, scheme in self._layers:
+            self._handles.append(layer.register_forward_hook(self._hook(name, scheme)))
 
     def end(self) -> None:
         """Leave the modules as they were."""
@@ -38,13 +44,13 @@ class HiddenStates:
         Raises:
             QuantizationError: names the first.
         """
-        for name, _ in self._layers:
+        for name, _, _ in self._layers:
             if not now.fired[f"{name} (hidden)"]:
                 raise QuantizationError(
                     f"the layer {name} did not run in a forward pass; it would not be quantized"
                 )
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str, scheme: Scheme) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             now = self._runs.current(name)
             now.fired[f"{name} (hidden)"] += 1
@@ -52,9 +58,9 @@ class HiddenStates:
             real = now.batch.real
             if not isinstance(hidden, Tensor) or hidden.shape[:2] != real.shape:
                 raise QuantizationError(f"{name} gives no tensor of (sequences, tokens, channels)")
-            over = (2,) if self._scheme.granularity == "token" else (1, 2)
+            over = (2,) if scheme.granularity == "token" else (1, 2)
             kept = None if over == (2,) else real.to(hidden.device)[..., None]
-            found = rounded(hidden, over, self._scheme, name, kept)
+            found = rounded(hidden, over, scheme, name, kept)
             return (found, *output[1:]) if isinstance(output, tuple) else found
 
         return hook

@@ -9,10 +9,11 @@ from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
+from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.rounding import rounded
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["LinearInputs", "linears"]
+__all__ = ["LinearInputs", "chosen_linears", "linears"]
 
 
 def linears(found: Found) -> dict[str, nn.Module]:
@@ -35,20 +36,32 @@ def linears(found: Found) -> dict[str, nn.Module]:
     return modules
 
 
+def chosen_linears(
+    found: Found, schemes: Schemes, site: str
+) -> dict[str, tuple[nn.Module, Scheme]]:
+    """Those for whose layer there is a scheme of a site, with it."""
+    modules = {}
+    for name, module in linears(found).items():
+        scheme = schemes.of(site, layer_of(name, found.layers))
+        if scheme is not None:
+            modules[name] = module, scheme
+    return modules
+
+
 class LinearInputs:
     """Rounds them in hooks.
 
     A range goes over one token (`token`) or over all real tokens of a sequence (`tensor`).
     """
 
-    def __init__(self, found: Found, runs: Runs, scheme: Scheme) -> None:
-        self._modules, self._runs, self._scheme = linears(found), runs, scheme
+    def __init__(self, found: Found, runs: Runs, schemes: Schemes) -> None:
+        self._modules, self._runs = chosen_linears(found, schemes, "linear_inputs"), runs
         self._handles: list[Any] = []
 
     def begin(self) -> None:
         """From now on, until `end`."""
-        for name, module in self._modules.items():
-            self._handles.append(module.register_forward_pre_hook(self._hook(name)))
+        for name, (module, scheme) in self._modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._hook(name, scheme)))
 
     def end(self) -> None:
         """Leave the modules as they were."""
@@ -59,21 +72,21 @@ class LinearInputs:
     def check(self, now: Pass) -> None:
         """A linear module need not run: an expert may have no tokens."""
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str, scheme: Scheme) -> Any:
         def hook(module: nn.Module, args: Any) -> Any:
-            return (self._rounded(name, args[0]), *args[1:])
+            return (self._rounded(name, args[0], scheme), *args[1:])
 
         return hook
 
-    def _rounded(self, name: str, x: Tensor) -> Tensor:
-        if self._scheme.granularity == "token":
-            return rounded(x, (-1,), self._scheme, name)
+    def _rounded(self, name: str, x: Tensor, scheme: Scheme) -> Tensor:
+        if scheme.granularity == "token":
+            return rounded(x, (-1,), scheme, name)
         real = self._runs.current(name).batch.real.to(x.device)  # (B, N)
         if x.shape[:-1] == real.shape:
-            return rounded(x, (1, 2), self._scheme, name, real[..., None])
+            return rounded(x, (1, 2), scheme, name, real[..., None])
         if x.shape[:-1] == (real.numel(),):
             whole = x.view(*real.shape, -1)
-            return rounded(whole, (1, 2), self._scheme, name, real[..., None]).view_as(x)
+            return rounded(whole, (1, 2), scheme, name, real[..., None]).view_as(x)
         raise QuantizationError(
             f"the inputs of {name}, {tuple(x.shape)}, are not the tokens of the pass, so that a "
             "range of each sequence cannot be told; use the granularity token"

@@ -12,6 +12,7 @@ from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.quantization.attending import AttentionSites
+from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.clipping import Clipping
 from quantdiff.quantization.hidden_states import HiddenStates
 from quantdiff.quantization.linear_inputs import LinearInputs
@@ -22,7 +23,7 @@ from quantdiff.quantization.weights import Weights
 __all__ = ["FakeQuantizer", "fake_quantize"]
 
 ATTENTION = ("keys", "attention_logits", "attention_maps", "values")  # of one attention call
-# Sites with hooks of their own, by name; each is made of (found, runs, scheme).
+# Sites with hooks of their own, by name; each is made of (found, runs, schemes).
 PARTS: dict[str, Any] = {
     "linear_inputs": LinearInputs,
     "hidden_states": HiddenStates,
@@ -46,7 +47,7 @@ class FakeQuantizer:
     """Quantizes a model while it is entered as a context. See `fake_quantize`.
 
     Attributes:
-        schemes: what is done, by site; those that change nothing are left out.
+        schemes: what is done; those that change nothing are left out.
         table: the static ranges that were given, or None.
         clipping: attention site -> how many logits were clipped since the context was entered,
             where they are counted; of heads that are one head repeated, every repetition counts.
@@ -60,13 +61,7 @@ class FakeQuantizer:
         *,
         count_clipped: bool = False,
     ) -> None:
-        sites = [scheme.site for scheme in schemes]
-        for site in sites:
-            if sites.count(site) > 1:
-                raise UsageError(
-                    f"two schemes for {site}: a site is quantized in one way at a time"
-                )
-        self.schemes = {scheme.site: scheme for scheme in schemes if scheme.quantizes}
+        self.schemes = Schemes(schemes)
         self.table = table
         self.clipping: dict[str, Clipping] = {}
         self._model = model
@@ -75,7 +70,7 @@ class FakeQuantizer:
         self._attention: AttentionSites | None = None
         if not self.schemes:
             return
-        for scheme in self.schemes.values():
+        for scheme in self.schemes.all:
             if scheme.static and table is None:
                 raise UsageError(
                     f"the range {scheme.range} comes from a calibration: give table=…, as "
@@ -84,8 +79,9 @@ class FakeQuantizer:
         refuse(model)
         self._found = Found(model, None)
         layers = [name for name, _ in self._found.layers]
+        self.schemes.check_layers(len(layers))
         self._runs = _Runs(layers, within=self._within, check=self._check)
-        attention = {site: self.schemes[site] for site in ATTENTION if site in self.schemes}
+        attention = self.schemes.some(ATTENTION)
         if attention:
             self._attention = AttentionSites(
                 model, self._found, self._runs, attention, table,
@@ -93,8 +89,8 @@ class FakeQuantizer:
             )  # fmt: skip
             self._parts.append(self._attention)
         for site, part in PARTS.items():
-            if site in self.schemes:
-                self._parts.append(part(self._found, self._runs, self.schemes[site]))
+            if self.schemes.of(site) is not None:
+                self._parts.append(part(self._found, self._runs, self.schemes))
 
     def __enter__(self) -> Self:
         if not self.schemes:
@@ -152,7 +148,7 @@ def fake_quantize(
         model: a transformers model whose attention goes through the attention dispatch, one with
             modules of `quantdiff.attention`, or one that calls scaled_dot_product_attention or
             flash-attn.
-        schemes: one a site; 16 bits, or none, change nothing.
+        schemes: one a site, or several for different layers; 16 bits, or none, change nothing.
         table: static ranges, from `quantdiff.calibrate`.
         count_clipped: whether the context's `clipping` tells how many logits were clipped.
 

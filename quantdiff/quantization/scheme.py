@@ -45,6 +45,7 @@ class Scheme:
             neighbouring channels of a token, or inputs of an output. Left out, it is the first
             that the site knows: `tensor`, or `token` of keys and values.
         symmetric: whether the grid is; that of `attention_maps` begins at zero in either case.
+        layers: numbers of the layers that it is for, from 0; None for all.
 
     Raises:
         UsageError: names the entry that is not known or does not go with the others.
@@ -55,6 +56,7 @@ class Scheme:
     range: str = "dynamic"
     granularity: str = ""
     symmetric: bool = True
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.site not in SITES:
@@ -62,6 +64,10 @@ class Scheme:
         if self.bits not in BITS or isinstance(self.bits, bool):
             raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
         self._check_granularity()
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
+            if not self.layers or any(layer < 0 for layer in self.layers):
+                raise UsageError(f"layers are numbers from 0, at least one, not {self.layers}")
         observer, parameter = self.observer, self.range.partition(":")[2]
         if observer not in RANGES:
             raise UsageError(f"unknown range {self.range!r}; known: {', '.join(RANGES)}")

@@ -9,7 +9,8 @@ from quantdiff.errors import QuantizationError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
-from quantdiff.quantization.linear_inputs import linears
+from quantdiff.quantization.chosen import Schemes
+from quantdiff.quantization.linear_inputs import chosen_linears
 from quantdiff.quantization.rounding import in_groups, rounded
 from quantdiff.quantization.scheme import Scheme
 
@@ -24,10 +25,10 @@ class Weights:
     straight-through, but an optimizer's step there is lost.
     """
 
-    def __init__(self, found: Found, runs: Runs, scheme: Scheme) -> None:
-        self._modules, self._scheme = linears(found), scheme
+    def __init__(self, found: Found, runs: Runs, schemes: Schemes) -> None:
+        self._modules = chosen_linears(found, schemes, "weights")
         self._kept: dict[nn.Parameter, Tensor] = {}
-        for name, module in self._modules.items():
+        for name, (module, scheme) in self._modules.items():
             weight: Any = module.weight
             if not weight.is_floating_point() or weight.dim() != 2:
                 raise QuantizationError(f"the weights of {name} are quantized already")
@@ -38,10 +39,10 @@ class Weights:
     def begin(self) -> None:
         """From now on, until `end`."""
         try:
-            for name, module in self._modules.items():
+            for name, (module, scheme) in self._modules.items():
                 weight: Any = module.weight
                 if weight not in self._kept:  # modules may share one
-                    found = self._rounded(name, _by_output(module, weight.data))
+                    found = _rounded(name, _by_output(module, weight.data), scheme)
                     self._kept[weight] = weight.data
                     weight.data = _by_output(module, found).contiguous()
         except BaseException:
@@ -57,13 +58,14 @@ class Weights:
     def check(self, now: Pass) -> None:
         """Weights are there, whatever runs."""
 
-    def _rounded(self, name: str, weight: Tensor) -> Tensor:
-        """weight: (out, in)."""
-        if self._scheme.group is not None:
-            parts = in_groups(weight, self._scheme.group, name, self._scheme.site)
-            return rounded(parts, (2,), self._scheme, name).flatten(1)
-        over = (0, 1) if self._scheme.granularity == "tensor" else (1,)
-        return rounded(weight, over, self._scheme, name)
+
+def _rounded(name: str, weight: Tensor, scheme: Scheme) -> Tensor:
+    """weight: (out, in)."""
+    if scheme.group is not None:
+        parts = in_groups(weight, scheme.group, name, scheme.site)
+        return rounded(parts, (2,), scheme, name).flatten(1)
+    over = (0, 1) if scheme.granularity == "tensor" else (1,)
+    return rounded(weight, over, scheme, name)
 
 
 def _by_output(module: nn.Module, weight: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Keys, values, attention maps, linear inputs, hidden states and weights against plain fp64."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quantdiff import QuantizationError, Scheme, fake_quantize
+from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize
 from quantdiff.attention import layout
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
@@ -376,3 +377,70 @@ def test_a_model_without_linear_modules():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), nn.Identity()])})
     with pytest.raises(QuantizationError, match="no linear module"):
         fake_quantize(model, Scheme("weights", 8))
+
+
+LAYERED = [
+    Scheme(SITE, 3), Scheme("keys", 3), Scheme("attention_maps", 3), Scheme("linear_inputs", 3),
+    Scheme("hidden_states", 3), Scheme("weights", 3),
+]  # fmt: skip
+
+
+def of_layers(scheme, layers, bits=None):
+    return dataclasses.replace(scheme, layers=layers, bits=bits or scheme.bits)
+
+
+@pytest.mark.parametrize("scheme", LAYERED, ids=lambda scheme: scheme.site)
+@pytest.mark.parametrize("name", MODELS)
+def test_some_layers_only(name, scheme):
+    model, given = MODELS[name](), batch()
+    outs = {}
+
+    def run(*schemes):
+        kept = []
+        handles = [
+            layer.register_forward_hook(
+                lambda m, args, out: kept.append(out[0] if isinstance(out, tuple) else out)
+            )
+            for layer in model.model.layers
+        ]
+        with torch.no_grad(), fake_quantize(model, *schemes):
+            kept.append(model(**given).logits)
+        for handle in handles:
+            handle.remove()
+        return kept
+
+    outs = {
+        "none": run(), "all": run(scheme), "first": run(of_layers(scheme, (0,))),
+        "last": run(of_layers(scheme, (1,))),
+        "each": run(of_layers(scheme, (0,)), of_layers(scheme, (1,))),
+        "mixed": run(of_layers(scheme, (0,), 8), of_layers(scheme, (1,), 2)),
+    }  # fmt: skip
+    assert len(outs["none"]) == 3  # two layers and the logits
+    assert torch.equal(outs["each"][-1], outs["all"][-1])
+    assert torch.equal(outs["last"][0], outs["none"][0])
+    assert not torch.equal(outs["last"][-1], outs["none"][-1])
+    assert not torch.equal(outs["first"][-1], outs["all"][-1])
+    assert not torch.equal(outs["mixed"][-1], outs["all"][-1])
+
+
+def test_layers_that_do_not_go():
+    model = MODELS["llama"]()
+    with pytest.raises(UsageError, match=r"layers are numbers from 0, at least one, not \(\)"):
+        Scheme(SITE, 4, layers=())
+    with pytest.raises(UsageError, match="two schemes for attention_logits"):
+        fake_quantize(model, Scheme(SITE, 4), Scheme(SITE, 8, layers=(1,)))
+    with pytest.raises(UsageError, match=r"layer 2 of a scheme for keys: .* layers 0 to 1"):
+        fake_quantize(model, Scheme("keys", 4, layers=(0, 2)))
+
+
+def test_maps_of_their_own_in_some_layers():
+    model = make(MotifAttention, model_type="Motif")
+    with torch.no_grad():
+        plain = model(IDS)
+        with fake_quantize(model, Scheme(SITE, 3, layers=(1,))):
+            one = model(IDS)
+        with fake_quantize(model, Scheme(SITE, 3)):
+            both = model(IDS)
+        assert torch.equal(model(IDS), plain)
+    assert not torch.equal(one, plain)
+    assert not torch.equal(one, both)

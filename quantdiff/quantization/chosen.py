@@ -1,0 +1,64 @@
+"""Which scheme holds where: by site and layer."""
+
+from collections.abc import Iterable
+
+from quantdiff.errors import UsageError
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["Schemes"]
+
+
+class Schemes:
+    """The schemes of one context.
+
+    Attributes:
+        all: those that change anything.
+
+    Raises:
+        UsageError: two schemes for one site of a layer.
+    """
+
+    def __init__(self, schemes: Iterable[Scheme]) -> None:
+        given = list(schemes)
+        for number, scheme in enumerate(given):
+            for other in given[:number]:
+                if scheme.site == other.site and _meet(scheme.layers, other.layers):
+                    raise UsageError(
+                        f"two schemes for {scheme.site}: a site is quantized in one way at a time"
+                    )
+        self.all = tuple(scheme for scheme in given if scheme.quantizes)
+
+    def of(self, site: str, layer: int | None = None) -> Scheme | None:
+        """What is done to a site of a layer; with None, the first scheme of the site."""
+        for scheme in self.all:
+            if scheme.site == site and (
+                layer is None or scheme.layers is None or layer in scheme.layers
+            ):
+                return scheme
+        return None
+
+    def some(self, sites: Iterable[str]) -> "Schemes":
+        """Those of some sites."""
+        wanted = set(sites)
+        return Schemes(scheme for scheme in self.all if scheme.site in wanted)
+
+    def check_layers(self, count: int) -> None:
+        """Refuse layers that a model of `count` lacks.
+
+        Raises:
+            UsageError: names the first.
+        """
+        for scheme in self.all:
+            for layer in scheme.layers or ():
+                if layer >= count:
+                    raise UsageError(
+                        f"layer {layer} of a scheme for {scheme.site}: the model has the layers 0 "
+                        f"to {count - 1}"
+                    )
+
+    def __bool__(self) -> bool:
+        return bool(self.all)
+
+
+def _meet(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:
+    return one is None or other is None or bool(set(one) & set(other))
