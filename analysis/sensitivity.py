@@ -113,45 +113,48 @@ def measure_sensitivity(
 
 
 def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
-    """Share bits out under a budget of average bits, greedily.
+    """Share bits out under a budget of average bits: the least sum of the layers' costs.
 
-    All layers start at the most bits that were measured. Again and again the step down that adds
-    least to the sum of costs, for each bit that it saves, is taken, of all steps of all layers,
-    until the average keeps the budget. A layer may skip widths.
+    Exact for that sum, by dynamic programming over layers and total bits (a greedy search may get
+    stuck); that the costs of layers add up is what is supposed.
 
     Args:
-        sensitivity: costs of every layer alone; that they add up is what is supposed.
+        sensitivity: costs of every layer alone.
         budget: bits of the average layer at most.
 
     Returns:
-        The way there, from the most bits to the allocation that keeps the budget, which is last.
+        The curve: the best allocation of each total number of bits that is better than all with
+        fewer, from the most bits down to the best that keeps the budget, which is last.
 
     Raises:
         UsageError: a budget below the fewest bits that were measured.
     """
     costs = sensitivity.costs
-    bits = {layer: max(by) for layer, by in costs.items()}
-    if budget < np.mean([min(by) for by in costs.values()]):
+    # Total bits of the layers so far -> (cost, bits of each).
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for by in costs.values():
+        further: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for total, (spent, bits) in best.items():
+            for width, cost in by.items():
+                found = spent + cost, (*bits, width)
+                known = further.get(total + width)
+                if known is None or found < known:
+                    further[total + width] = found
+        best = further
+    curve: list[tuple[int, float, tuple[int, ...]]] = []
+    for total in sorted(best):
+        cost, bits = best[total]
+        if not curve or cost < curve[-1][1]:
+            curve.append((total, cost, bits))
+    within = [n for n, (total, _, _) in enumerate(curve) if total <= budget * len(costs) + 1e-9]
+    if not within:
         raise UsageError(
             f"a budget of {budget} bits is below the fewest that were measured; measure fewer bits"
         )
-
-    def now() -> Allocation:
-        expected = float(sum(costs[layer][own] for layer, own in bits.items()))
-        return Allocation(sensitivity.scheme, dict(bits), expected)
-
-    way = [now()]
-    while way[-1].average > budget + 1e-9:
-        steps = [
-            ((costs[layer][lower] - costs[layer][own]) / (own - lower), layer, lower)
-            for layer, own in bits.items()
-            for lower in costs[layer]
-            if lower < own
-        ]
-        _, layer, lower = min(steps)
-        bits[layer] = lower
-        way.append(now())
-    return way
+    return [
+        Allocation(sensitivity.scheme, dict(zip(costs, bits, strict=True)), cost)
+        for _, cost, bits in reversed(curve[within[-1] :])
+    ]
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -53,11 +53,15 @@ def test_the_layer_with_outliers_is_first():
 
 
 def test_mixed_bits_beat_uniform_ones_at_the_same_budget():
-    model = with_an_outlier()
+    model = MODELS["llama"]()
+    with torch.no_grad():  # a layer that adds little
+        for module in (model.model.layers[1].mlp.down_proj, model.model.layers[1].self_attn.o_proj):
+            module.weight *= 0.1
     cost = cost_of(model)
     found = measure_sensitivity(cost, SCHEME, 2, (8, 6, 5, 4, 3, 2))
     best = share_out(found, 4)[-1]
     assert best.average <= 4
+    assert best.bits[0] > best.bits[1]
     assert cost(best.schemes()) < cost([Scheme("weights", 4, granularity="channel")])
 
 
@@ -75,13 +79,22 @@ def test_the_budget_is_kept_and_the_way_goes_down(costs, budget):
     way = share_out(found, budget)
     assert way[-1].average <= budget + 1e-9
     assert all(a.average > b.average for a, b in itertools.pairwise(way))
+    assert all(a.expected < b.expected for a, b in itertools.pairwise(way))
     assert all(x.average > budget for x in way[:-1])
+    every = {
+        bits: sum(costs[n][widths.index(b)] for n, b in enumerate(bits))
+        for bits in itertools.product(widths, repeat=len(costs))
+    }
     for x in way:
-        assert x.expected == pytest.approx(
-            sum(costs[n][widths.index(b)] for n, b in x.bits.items())
-        )
+        bits = tuple(x.bits.values())
+        assert x.expected == pytest.approx(every[bits])
+        # None costs less with as few bits.
+        least = min(cost for other, cost in every.items() if sum(other) <= sum(bits))
+        assert x.expected == pytest.approx(least)
         layers = [n for scheme in x.schemes() for n in scheme.layers]
         assert sorted(layers) == list(range(len(costs)))
+    affordable = [cost for bits, cost in every.items() if sum(bits) <= budget * len(costs) + 1e-9]
+    assert way[-1].expected == pytest.approx(min(affordable))
 
 
 def test_ranks_share_their_places():
