@@ -1,0 +1,42 @@
+"""Evaluations of a model, quantized or not: one file an evaluation, one line in the registry."""
+
+import importlib
+from typing import Any
+
+from quantdiff.analysis.evaluation.base import Evaluation, Metric, Outcome, Stopped, Text
+from quantdiff.errors import UsageError
+
+__all__ = ["EVALUATIONS", "Evaluation", "Metric", "Outcome", "Stopped", "Text", "evaluation"]
+
+# Name -> module with `build(name, argument, model, tokenizer, text) -> Evaluation`, which raises
+# UsageError. `argument` is what stands behind the colon, "" if there is none.
+EVALUATIONS = {
+    "perplexity": "perplexity",
+    "divergence": "divergence",
+    "choice": "choice",
+    "lm-eval": "harness",
+    "needles": "needles",
+    "order": "order",
+    "noise": "noise",
+}
+
+
+def evaluation(name: str, model: Any, tokenizer: Any, text: Text | None = None) -> Evaluation:
+    """Make an evaluation of a model.
+
+    Args:
+        name: `perplexity`, `divergence`, `choice:FILE[@N]`, `lm-eval:TASK[@N]`, `needles[:N,R]`,
+            `order:FILE[@N]`; the class in each one's module says more.
+        model: a causal language model.
+        tokenizer: its tokenizer.
+        text: for the evaluations that run on text.
+
+    Raises:
+        UsageError: an evaluation that is not known, or data that do not fit the model.
+    """
+    kind, _, argument = name.partition(":")
+    if kind not in EVALUATIONS:
+        raise UsageError(f"unknown evaluation {name!r}; known: {', '.join(EVALUATIONS)}")
+    module = importlib.import_module(f"quantdiff.analysis.evaluation.{EVALUATIONS[kind]}")
+    made: Evaluation = module.build(name, argument, model, tokenizer, text or Text())
+    return made

@@ -1,0 +1,194 @@
+"""Signal to quantization noise, site by site: where errors arise and where they cancel."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantdiff.analysis.evaluation.base import Evaluation, Metric, Outcome, Text, quiet, unstopped
+from quantdiff.analysis.evaluation.estimates import check_finite
+from quantdiff.analysis.evaluation.forward import Forward, batched, evaluating
+from quantdiff.analysis.evaluation.windows import (
+    evaluation_windows,
+    no_argument,
+    scored,
+    window_settings,
+)
+from quantdiff.calibration.text import TextWindows
+from quantdiff.hooks.found import Found
+from quantdiff.quantization import FakeQuantizer
+from quantdiff.quantization.noise import Energies, NoiseRecorder, decibels
+
+__all__ = ["NOISELESS", "Noise", "build"]
+
+MOST = 4096  # tokens: signal and noise are sums, which settle long before a perplexity does
+NOISELESS = 200.0  # dB that stand for no noise at all
+_KINDS = ("logits", "softmax", "branch 1", "branch 2", "difference")
+
+
+@dataclass
+class Noise(Evaluation):
+    """`noise`: signal to quantization noise in dB, 10·log10(Σ plain² / Σ (quantized − plain)²).
+
+    Metrics, each the mean over layers, `count` the number of layers:
+
+    - `snr_logits`, `snr_softmax` of standard heads, or `snr_branch_1`, `snr_branch_2` and
+      `snr_difference` of differential ones: of each layer's own rounding, given the queries and
+      keys that it meets (`quantdiff.quantization.noise`); only where logits are quantized.
+    - `cancellation`: the difference's noise over that of independent errors of its two maps
+      (noise 1 + λ²·noise 2); below 1 the subtraction cancels errors, above 1 it adds them up.
+    - `snr_hidden`: of the layers' outputs beside those of the unquantized model, so that it holds
+      all that came before. It is the main metric, and the only one of a scheme for other sites.
+
+    Without any noise a layer counts with 200 dB. Items: each of these by layer, (L,), in dB or as
+    a ratio; NaN where a layer has none.
+
+    Attributes:
+        forward: the model.
+        windows: the text, at most 4,096 tokens of it.
+    """
+
+    forward: Forward
+    windows: TextWindows
+    name: str
+    data: str
+    settings: dict[str, Any]
+    total: int
+    unit: str = "tokens"
+    _layers: list[Any] = field(default_factory=list)
+    _file: IO[bytes] | None = None
+
+    def prepare(
+        self,
+        folder: Path,
+        *,
+        batch_size: int,
+        progress: Callable[[int], None] = quiet,
+        stop: Callable[[], bool] = unstopped,
+    ) -> None:
+        """See `Evaluation.prepare`."""
+        self._layers = [module for _, module in Found(self.forward.model, None).layers]
+        # Without a name, so that it is gone with the process.
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        with evaluating(self.forward.model):
+            for hidden in self._hidden(batch_size, progress, stop):
+                self._file.write(hidden.tobytes())
+
+    def run(
+        self,
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        *,
+        batch_size: int,
+        progress: Callable[[int], None] = quiet,
+        stop: Callable[[], bool] = unstopped,
+    ) -> Outcome:
+        """See `Evaluation.run`.
+
+        Raises:
+            RuntimeError: `prepare` was not called before.
+        """
+        if self._file is None:
+            raise RuntimeError("signal and noise need prepare() before run()")
+        self._file.seek(0)
+        quantizer = context()
+        recorder: Any = contextlib.nullcontext()
+        scheme = None
+        if isinstance(quantizer, FakeQuantizer):
+            scheme = quantizer.schemes.of("attention_logits")
+        if scheme is not None and scheme.layers is None:
+            recorder = NoiseRecorder(self.forward.model, scheme, quantizer.table)
+        energies = np.zeros((2, len(self._layers)))
+        with evaluating(self.forward.model), quantizer, recorder:
+            for hidden in self._hidden(batch_size, progress, stop):
+                plain = np.frombuffer(self._file.read(hidden.nbytes), np.float32)
+                plain = plain.reshape(hidden.shape).astype(np.float64)
+                energies[0] += np.square(plain).sum((1, 2))
+                energies[1] += np.square(hidden - plain).sum((1, 2))
+        check_finite(energies[1], "the noise of the hidden states", "layer")
+        items = {"snr_hidden": np.array([_decibels(s, n) for s, n in energies.T])}
+        if isinstance(recorder, NoiseRecorder):
+            items |= _by_layer(recorder.sites(), len(self._layers))
+        metrics = tuple(
+            Metric(name, float(np.nanmean(values)), None, int((~np.isnan(values)).sum()))
+            for name, values in items.items()
+        )
+        return Outcome(metrics, items)
+
+    def _hidden(
+        self, batch_size: int, progress: Callable[[int], None], stop: Callable[[], bool]
+    ) -> Iterator[NDArray[np.float32]]:
+        """The real tokens' outputs of all layers, batch by batch, (L, tokens, channels)."""
+        for batch in batched(self.windows.windows, batch_size, len, progress, stop):
+            with _caught(self._layers) as outputs:
+                self.forward(batch, [scored(window) for window in batch])
+            longest = max(map(len, batch))
+            left = self.forward.padding_side == "left"
+            kept = torch.zeros(len(batch), longest, dtype=torch.bool)
+            for row, window in enumerate(batch):
+                kept[row, -len(window) :] = True
+                if not left:
+                    kept[row] = torch.arange(longest) < len(window)
+            yield torch.stack([x.float().cpu()[kept] for x in outputs]).numpy()
+
+
+@contextmanager
+def _caught(layers: list[Any]) -> Iterator[list[Tensor]]:
+    """The outputs of these modules, in the order in which they run."""
+    outputs: list[Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _by_layer(sites: list[Energies], layers: int) -> dict[str, NDArray[np.float64]]:
+    items: dict[str, NDArray[np.float64]] = {}
+    for kind in _KINDS:
+        found = [site for site in sites if kind in site.noise]
+        if found:
+            values = items.setdefault(f"snr_{kind.replace(' ', '_')}", np.full(layers, np.nan))
+            for site in found:
+                values[site.layer] = _decibels(site.signal[kind].sum(), site.noise[kind].sum())
+    shares = [(site.layer, site.cancellation) for site in sites if site.independent is not None]
+    if any(share is not None for _, share in shares):
+        values = items.setdefault("cancellation", np.full(layers, np.nan))
+        for layer, share in shares:
+            values[layer] = np.nan if share is None else share
+    return items
+
+
+def _decibels(signal: float, noise: float) -> float:
+    return min(decibels(signal / noise), NOISELESS) if noise else NOISELESS
+
+
+def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> Noise:
+    """Make `noise` for a model.
+
+    Raises:
+        UsageError: an argument, or text that does not fit the model.
+    """
+    no_argument(name, argument)
+    text = Text(text.source, min(text.tokens, MOST), text.seq_len)
+    windows = evaluation_windows(model, tokenizer, text)
+    return Noise(
+        forward=Forward(model, tokenizer),
+        windows=windows,
+        name=name,
+        data=windows.fingerprint,
+        settings={"version": 1, "unit": "dB", "most": MOST} | window_settings(windows),
+        total=windows.tokens,
+    )

@@ -1,0 +1,64 @@
+"""The text windows that perplexity and divergence run on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantdiff.analysis.evaluation.base import Text
+from quantdiff.analysis.profiling import check_length
+from quantdiff.calibration.text import TextWindows, check_vocabulary, text_windows
+from quantdiff.errors import UsageError
+from quantdiff.models import context_length, vocabulary_size
+
+__all__ = ["evaluation_windows", "no_argument", "scored", "targets", "window_settings"]
+
+_SEQ_LEN = 2048
+
+
+def evaluation_windows(model: Any, tokenizer: Any, text: Text) -> TextWindows:
+    """Windows of the text, checked against the model.
+
+    Raises:
+        UsageError: text that cannot be read, windows beyond the model's context, or token ids
+            outside its vocabulary.
+    """
+    seq_len = text.seq_len
+    if seq_len is None:
+        seq_len = min(_SEQ_LEN, context_length(model) or _SEQ_LEN)
+    check_length(model, seq_len)
+    windows = text_windows(text.source, tokenizer, tokens=text.tokens, seq_len=seq_len)
+    check_vocabulary(windows, vocabulary_size(model))
+    return windows
+
+
+def window_settings(windows: TextWindows) -> dict[str, Any]:
+    """What the windows are and what of them is scored."""
+    return {
+        "tokens": windows.tokens,
+        "windows": windows.sequences,
+        "seq_len": windows.seq_len,
+        "bos": windows.has_bos,
+        "scored": "every token of a window but its first",
+        "stderr": "over windows",
+    }
+
+
+def no_argument(name: str, argument: str) -> None:
+    """Refuse what stands behind the colon of an evaluation that takes nothing there.
+
+    Raises:
+        UsageError: there is something.
+    """
+    if argument:
+        raise UsageError(f"{name!r} takes no argument: its text is named by --data")
+
+
+def scored(window: Tensor) -> tuple[int, int]:
+    """Positions whose next token is scored: each but the last, so that a BOS is never a target."""
+    return 0, len(window) - 1
+
+
+def targets(windows: list[Tensor]) -> Tensor:
+    """The tokens that follow the scored positions, (R,) int64."""
+    return torch.cat([window[1:] for window in windows])

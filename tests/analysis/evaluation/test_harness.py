@@ -1,0 +1,257 @@
+"""Tasks of lm-eval on the live model, against lm-eval's own run."""
+
+import functools
+import json
+import logging
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from quantdiff import MissingExtraError, QuantizationError, Scheme, UsageError, fake_quantize
+from quantdiff.analysis.evaluation import Stopped, evaluation
+from tests.analysis.evaluation.conftest import (
+    QUESTIONS,
+    TASK,
+    other_weights,
+    run_lm_eval,
+    write_rows,
+    write_task,
+)
+from tests.tiny import tiny_llama, tiny_tokenizer
+
+ROLLING = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}, cache_dir: "{data}.cache"}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: query
+metric_list:
+  - {{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
+  - {{metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
+"""
+
+GENERATION = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}, cache_dir: "{data}.cache"}}
+test_split: test
+output_type: generate_until
+doc_to_text: query
+doc_to_target: "{{{{choices[0][0]}}}}"
+generation_kwargs: {{max_gen_toks: 4, until: ["\\n"], do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}}
+"""
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory, questions):
+    return write_task(tmp_path_factory.mktemp("tasks"), questions)
+
+
+def run(model, tokenizer, argument, batch_size=2, context=None, **options):
+    extra = () if context is None else (context,)
+    made = evaluation(f"lm-eval:{argument}", model, tokenizer)
+    return made.run(*extra, batch_size=batch_size, **options)
+
+
+@pytest.mark.parametrize(
+    "template", [TASK, TASK + "num_fewshot: 2\n", ROLLING], ids=["choice", "few-shot", "rolling"]
+)
+def test_equals_lm_evals_own_run(model, tokenizer, tmp_path, questions, template):
+    path = write_task(tmp_path, questions, template=template)
+    theirs = run_lm_eval(model, tokenizer, path)
+    made = evaluation(f"lm-eval:{path}", model, tokenizer)
+    # Twice: the examples of a few-shot task must not go on from where the first run ended.
+    for batch_size in (2, 5):
+        ours = made.run(batch_size=batch_size)
+        expected = theirs["results"]["own"]
+        assert [m.name for m in ours.metrics] == [
+            key.removesuffix(",none")
+            for key in expected
+            if key.endswith(",none") and "_stderr" not in key
+        ]
+        for metric in ours.metrics:
+            assert metric.value == pytest.approx(expected[f"{metric.name},none"], rel=1e-5)
+            stderr = expected[f"{metric.name}_stderr,none"]
+            assert metric.stderr == (None if stderr == "N/A" else pytest.approx(stderr))
+            assert metric.count == len(QUESTIONS)
+            values = [sample[metric.name] for sample in theirs["samples"]["own"]]
+            np.testing.assert_allclose(ours.items[metric.name], values, rtol=1e-5)
+
+
+def test_generation_is_lm_evals(tokenizer, tmp_path, questions):
+    model = tiny_llama(max_position_embeddings=1024)
+    path = write_task(tmp_path, questions, template=GENERATION)
+    theirs = run_lm_eval(model, tokenizer, path)
+    told = []
+    ours = run(model, tokenizer, path, 5, progress=told.append)
+    assert ours.metrics[0].name == "exact_match"
+    values = [sample["exact_match"] for sample in theirs["samples"]["own"]]
+    np.testing.assert_array_equal(ours.items["exact_match"], values)
+    assert sum(told) == len(QUESTIONS)
+    with pytest.raises(Stopped):
+        run(model, tokenizer, path, 5, stop=lambda: True)
+    context = functools.partial(fake_quantize, model, Scheme("attention_logits", bits=4))
+    assert run(model, tokenizer, path, 5, context).metrics[0].count == len(QUESTIONS)
+
+
+def test_equals_choice_within_contexts(tokenizer, questions, task):
+    model = tiny_llama(max_position_embeddings=1024)
+    quantized = functools.partial(fake_quantize, model, Scheme("attention_logits", bits=4))
+    for context in (functools.partial(other_weights, model), quantized):
+        ours = run(model, tokenizer, task, 1, context)
+        made = evaluation(f"choice:{questions}", model, tokenizer)
+        theirs = made.run(context, batch_size=1)
+        np.testing.assert_array_equal(ours.items["acc"], theirs.items["correct"])
+        np.testing.assert_array_equal(ours.items["acc_norm"], theirs.items["correct_norm"])
+        for one, other in zip(ours.metrics, theirs.metrics, strict=True):
+            assert one.stderr == pytest.approx(other.stderr)
+
+
+def test_padding_does_not_count_in_a_dynamic_range(tokenizer, tmp_path, questions):
+    model = tiny_llama(max_position_embeddings=1024)
+    path = write_task(tmp_path, questions, template=ROLLING)
+    context = functools.partial(fake_quantize, model, Scheme("attention_logits", bits=6))
+    one, many = (run(model, tokenizer, path, size, context) for size in (1, 12))
+    np.testing.assert_allclose(
+        one.items["word_perplexity"], many.items["word_perplexity"], rtol=1e-4
+    )
+
+
+def test_first_documents(model, tokenizer, task):
+    whole = evaluation(f"lm-eval:{task}", model, tokenizer)
+    part = evaluation(f"lm-eval:{task}@5", model, tokenizer)
+    assert (whole.total, part.total) == (len(QUESTIONS), 5)
+    assert whole.data != part.data
+    outcome = part.run(batch_size=2)
+    assert outcome.metrics[0].count == 5
+    np.testing.assert_array_equal(outcome.items["acc"], whole.run(batch_size=2).items["acc"][:5])
+
+
+def test_the_fingerprint_is_that_of_what_is_asked(model, tokenizer, tmp_path, questions):
+    def fingerprint(rows, template=TASK):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        path = write_task(folder, write_rows(folder / "rows.jsonl", rows), template=template)
+        return evaluation(f"lm-eval:{path}", model, tokenizer).data
+
+    one = fingerprint(QUESTIONS[:3])
+    assert fingerprint(QUESTIONS[:3]) == one
+    changed = [*QUESTIONS[:2], QUESTIONS[2] | {"gold": 1 - QUESTIONS[2]["gold"]}]
+    others = [
+        fingerprint(QUESTIONS[:4]),
+        fingerprint(changed),
+        fingerprint(QUESTIONS[:3], TASK.replace("{{query}}", "Q: {{query}}")),
+        fingerprint(QUESTIONS[:3], TASK + "num_fewshot: 1\n"),
+    ]
+    assert len({one, *others}) == 5
+
+
+def test_groups_come_first_and_tasks_are_named(model, tokenizer, tmp_path, questions):
+    other = write_rows(tmp_path / "other.jsonl", QUESTIONS[:5])
+    write_task(tmp_path, questions, name="one")
+    write_task(tmp_path, other, name="two")
+    (tmp_path / "both.yaml").write_text(
+        "group: both\ntask: [one, two]\n"
+        "aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]\n"
+    )
+    outcome = run(model, tokenizer, tmp_path / "both.yaml")
+    assert [metric.name for metric in outcome.metrics] == [
+        "both:acc", "one:acc", "one:acc_norm", "two:acc", "two:acc_norm",
+    ]  # fmt: skip
+    counts = [metric.count for metric in outcome.metrics]
+    assert counts == [len(QUESTIONS) + 5] + [len(QUESTIONS)] * 2 + [5] * 2
+    assert outcome.items["two:acc"].shape == (5,)
+
+
+def test_model_tokenizer_and_process_are_left_as_they_were(tmp_path, questions, task):
+    model = tiny_llama(max_position_embeddings=1024, tie_word_embeddings=True).train()
+    # Not tied in truth: lm-eval would tie it.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone() * 1.5)
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    level = logging.getLogger("lm_eval").level
+    run(model, tokenizer, task)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
+    assert model.training
+    assert "tie_weights" not in vars(model)
+    assert tokenizer.pad_token is None
+    assert states == (
+        random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
+    )  # fmt: skip
+    assert logging.getLogger("lm_eval").level == level
+
+
+def test_tells_progress_and_stops(model, tokenizer, task):
+    told = []
+    run(model, tokenizer, task, 3, progress=told.append)
+    assert sum(told) == len(QUESTIONS)
+    assert max(told) < len(QUESTIONS)
+    with pytest.raises(Stopped):
+        run(model, tokenizer, task, 3, stop=lambda: True)
+
+
+def test_values_that_are_not_finite_are_refused(tokenizer, tmp_path, questions):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(torch.nan)
+    path = write_task(tmp_path, questions, template=ROLLING)
+    with pytest.raises(QuantizationError, match="is not finite"):
+        run(model, tokenizer, path)
+
+
+def test_bad_tasks(model, tokenizer, tmp_path, questions):
+    with pytest.raises(UsageError, match="names no task"):
+        run(model, tokenizer, "")
+    with pytest.raises(UsageError, match=r"there is no task file none\.yaml"):
+        run(model, tokenizer, "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    missing = TASK.format(name="broken", data=tmp_path / "none.jsonl")
+    for content in ("task: [", missing, "nothing: here\n"):
+        broken.write_text(content)
+        with pytest.raises(UsageError, match="lm-eval cannot load") as error:
+            run(model, tokenizer, broken)
+        assert "\n" not in str(error.value)
+    row = {"query": "q", "choices": ["a" * 2000, "b"], "gold": 0}
+    long = write_rows(tmp_path / "long.jsonl", [row])
+    with pytest.raises(UsageError, match="the likelihood of 2001 tokens"):
+        run(model, tokenizer, write_task(tmp_path, long, name="long"))
+    unsafe = write_task(tmp_path, questions, name="unsafe", template=TASK + "unsafe_code: true\n")
+    with pytest.raises(UsageError, match="runs code that the model writes"):
+        run(model, tokenizer, unsafe)
+
+
+def test_what_is_too_long_is_cut_from_the_left(tokenizer, tmp_path):
+    model = tiny_llama(max_position_embeddings=24)
+    rows = [{"query": f"{'q' * i} the land", "choices": ["ab", "c"], "gold": 0} for i in (3, 40)]
+    path = write_task(tmp_path, write_rows(tmp_path / "rows.jsonl", rows))
+    theirs = run_lm_eval(model, tokenizer, path)
+    ours = run(model, tokenizer, path)
+    assert [metric.value for metric in ours.metrics] == [
+        theirs["results"]["own"][key] for key in ("acc,none", "acc_norm,none")
+    ]
+
+
+def test_without_lm_eval(model, tokenizer, task, monkeypatch):
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'quantdiff\[eval\]'"):
+        run(model, tokenizer, task)
+
+
+def test_settings_are_json(model, tokenizer, task):
+    made = evaluation(f"lm-eval:{task}@3", model, tokenizer)
+    assert json.loads(json.dumps(made.settings)) == made.settings
+    assert made.settings["limit"] == 3
