@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUNS ?= runs
+JOBS ?= 2
 
 .PHONY: demo test lint types bench install clean
 
@@ -24,8 +25,9 @@ demo: install
 	$(BIN)/quantdiff profile smollm2-135m --tokens 8192 --seq-len 2048 \
 		--out $(RUNS)/demo/smollm2-135m --overwrite
 
+# Processes with one thread each: the tests are many and small.
 test: lint types
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 lint: install
 	$(BIN)/ruff check .

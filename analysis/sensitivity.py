@@ -47,7 +47,7 @@ class Sensitivity:
             _ranks([measured.costs[layer][bits] for layer in sorted(self.costs)])
             for measured in (self, other)
         ]
-        return float(np.corrcoef(*ranks)[0, 1])
+        return float(np.corrcoef(np.array(ranks))[0, 1])
 
     def frame(self) -> "pd.DataFrame":
         """One row a layer and width: layer, bits, cost."""

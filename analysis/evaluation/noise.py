@@ -100,11 +100,10 @@ class Noise(Evaluation):
         self._file.seek(0)
         quantizer = context()
         recorder: Any = contextlib.nullcontext()
-        scheme = None
         if isinstance(quantizer, FakeQuantizer):
             scheme = quantizer.schemes.of("attention_logits")
-        if scheme is not None and scheme.layers is None:
-            recorder = NoiseRecorder(self.forward.model, scheme, quantizer.table)
+            if scheme is not None and scheme.layers is None:
+                recorder = NoiseRecorder(self.forward.model, scheme, quantizer.table)
         energies = np.zeros((2, len(self._layers)))
         with evaluating(self.forward.model), quantizer, recorder:
             for hidden in self._hidden(batch_size, progress, stop):
