@@ -222,6 +222,7 @@ class AttentionSites:
                 "quantization; run the model under torch.no_grad()"
             )
         if self._first.measures(name):
+            logits, _ = self._cached(name, logits, call.value, now)
             self._first.add(name, *extremes(logits, name))
             return None
         if part is not None and self._over_both(name) and self._first.ends(name) is None:

@@ -12,7 +12,7 @@ from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize
 from quantdiff.attention import layout
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
-from tests.quantization.test_fake_quantize import MODELS, SITE, batch, grid_of
+from tests.quantization.test_fake_quantize import MODELS, SITE, Fixed, batch, grid_of
 from tests.standins import CAUSAL, IDS, D, DiffAttention, MotifAttention, make
 
 KV = ("token", "head", "channel", "group:4")
@@ -444,3 +444,24 @@ def test_maps_of_their_own_in_some_layers():
         assert torch.equal(model(IDS), plain)
     assert not torch.equal(one, plain)
     assert not torch.equal(one, both)
+
+
+def test_measured_first_with_the_keys_that_are_used():
+    """One layer whose maps are calls of their own: 2-bit keys change the range of the logits."""
+    model = make(MotifAttention, layers=1, model_type="Motif")
+    keys = Scheme("keys", 2, granularity="head")
+    with torch.no_grad(), fake_quantize(model, keys, Scheme(SITE, 5)):
+        found = model(IDS)
+        # The same range by hand: all calls of the module at once.
+    module = model.blocks[0].attn
+    q, k = module.seen
+    k, _ = by_group(k, kv_groups(k.shape, "head"), torch.ones(1, dtype=torch.bool), keys)
+    kinds = layout("adjacent")
+    x = reference.logits(q, k[:, kinds.key_heads(q.shape[1], k.shape[1])], D**-0.5)
+    seen = x[:, :, CAUSAL]  # (B, H, entries)
+    ends = Fixed(*(v.float().expand(q.shape[1]).numpy() for v in (seen.min(), seen.max())))
+    with torch.no_grad(), fake_quantize(model, keys, Scheme(SITE, 5, "absmax"), table=ends):
+        expected = model(IDS)
+    per_sequence = seen.abs().amax((1, 2))
+    b = int(per_sequence.argmax())  # the sequence that sets the range over both
+    assert (found[b] - expected[b]).abs().max() < 1e-4
