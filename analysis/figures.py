@@ -1,6 +1,5 @@
 """The figures of one profile: extremes by layer and by head, and the spread of the magnitudes."""
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,7 +10,16 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from quantdiff.analysis.frames import KINDS, activations_of, figure_data
 from quantdiff.analysis.maps import plot_maps
-from quantdiff.analysis.style import DOUBLE, SINGLE, Page, heat_map, model_colors, set_title, style
+from quantdiff.analysis.style import (
+    DOUBLE,
+    SINGLE,
+    Page,
+    heat_map,
+    model_colors,
+    save_page,
+    set_title,
+    style,
+)
 from quantdiff.analysis.text import literal, number
 from quantdiff.errors import UsageError
 from quantdiff.files import write_bytes
@@ -93,12 +101,7 @@ def save_figures(profile: Profile, folder: str | Path) -> list[Path]:
             continue
         if kind == "maps" and not profile.maps:
             continue
-        page = plot(profile, kind)
-        for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
-            buffer = io.BytesIO()
-            page.savefig(buffer, format=suffix, metadata=metadata)
-            written.append(folder / f"{kind}.{suffix}")
-            write_bytes(written[-1], buffer.getvalue())
+        written += save_page(plot(profile, kind), folder / kind)
         written.append(folder / f"{kind}.csv")
         table = figure_data(profile, kind).to_csv(index=False, lineterminator="\n")
         write_bytes(written[-1], table.encode())

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -12,8 +13,18 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from quantdiff.analysis.text import shorten
+from quantdiff.files import write_bytes
 
-__all__ = ["DOUBLE", "SINGLE", "Page", "heat_map", "model_colors", "set_title", "style"]
+__all__ = [
+    "DOUBLE",
+    "SINGLE",
+    "Page",
+    "heat_map",
+    "model_colors",
+    "save_page",
+    "set_title",
+    "style",
+]
 
 SINGLE, DOUBLE = 3.35, 6.9  # inches: one and two columns
 
@@ -108,6 +119,25 @@ class Page(Figure):  # type: ignore[misc]
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
+
+
+def save_page(page: Page, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG, the same bytes for the same figure.
+
+    Args:
+        page: the figure.
+        stem: path of the files without their suffix.
+
+    Returns:
+        The files.
+    """
+    written = []
+    for suffix, metadata in (("png", {}), ("svg", {"Date": None})):
+        buffer = io.BytesIO()
+        page.savefig(buffer, format=suffix, metadata=metadata)
+        written.append(stem.with_name(f"{stem.name}.{suffix}"))
+        write_bytes(written[-1], buffer.getvalue())
+    return written
 
 
 def set_title(target: Any, name: str, rest: str) -> None:

@@ -1,8 +1,9 @@
 """Names and numbers as a reader should see them."""
 
 import math
+import re
 
-__all__ = ["UNKNOWN", "literal", "number", "shorten"]
+__all__ = ["UNKNOWN", "literal", "number", "shorten", "slug"]
 
 UNKNOWN = "–"
 
@@ -18,6 +19,11 @@ def shorten(text: str, length: int) -> str:
         return text
     end = max(length - 1, 1) // 2
     return f"{text[: max(length - 1 - end, 0)]}…{text[len(text) - end :]}"
+
+
+def slug(name: str, length: int = 40) -> str:
+    """The end of a name as part of a file's name; two names may give the same."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[-length:].strip("-.") or "unnamed"
 
 
 def number(value: float | None) -> str:

@@ -1,0 +1,160 @@
+"""The grid of a sweep: which schemes are asked for, and which cells they make."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from quantdiff.errors import UsageError
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["Cell", "SweepGrid", "distinct", "make_grid", "short_name"]
+
+_LETTERS = {
+    "attention_logits": "L", "attention_maps": "P", "keys": "K", "values": "V",
+    "linear_inputs": "A", "hidden_states": "H", "weights": "W",
+}  # fmt: skip
+_PROBE = 8  # bits with which a range is tried
+
+
+class SweepGrid(NamedTuple):
+    """The schemes of a sweep.
+
+    Attributes:
+        schemes: in the order in which they run, each once; 16 bits once, for whatever site.
+        notes: one sentence for each combination that was left out.
+    """
+
+    schemes: tuple[Scheme, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One evaluation of one model under one scheme.
+
+    Attributes:
+        id: hash of all that its result depends on.
+        model: name of the model.
+        evaluation: as the user wrote it.
+        scheme: None for the model as it is, which stands for 16 bits.
+        data: fingerprint of the evaluation's data.
+        calibration: fingerprint of what a static range comes from; None for a dynamic one.
+    """
+
+    id: str
+    model: str
+    evaluation: str
+    scheme: Scheme | None
+    data: str
+    calibration: str | None
+
+    def fields(self) -> dict[str, Any]:
+        """What all lines of the cell in `results.jsonl` share, but for the data and the outcome."""
+        scheme = self.scheme
+        options: dict[str, Any] = {}
+        if scheme is not None:
+            options = {"symmetric": scheme.symmetric}
+        if self.calibration is not None:
+            options["calibration"] = self.calibration
+        return {
+            "cell": self.id,
+            "model": self.model,
+            "scheme": short_name(scheme),
+            "site": scheme and scheme.site,
+            "bits": scheme.bits if scheme else 16,
+            "range": scheme and scheme.range,
+            "granularity": scheme and scheme.granularity,
+            "options": options,
+            "causal": scheme.causal if scheme else True,
+            "eval": self.evaluation,
+        }
+
+
+def make_grid(
+    *,
+    bits: Iterable[int],
+    ranges: Iterable[str] = ("dynamic",),
+    granularities: Iterable[str] = ("",),
+    sites: Iterable[str] = ("attention_logits",),
+    symmetric: Iterable[bool] = (True,),
+) -> SweepGrid:
+    """All combinations of some choices that make sense.
+
+    Args:
+        bits: 2 to 8; 16 adds one cell without quantization.
+        ranges, granularities, sites, symmetric: as in `quantdiff.Scheme`; the granularity `""` is
+            that which a site has by default.
+
+    Raises:
+        UsageError: a choice that no site knows, or nothing is left.
+    """
+    bits, ranges, granularities = tuple(bits), tuple(ranges), tuple(granularities)
+    sites, symmetric = tuple(sites), tuple(symmetric)
+    for name, values in (
+        ("bits", bits), ("range", ranges), ("granularity", granularities), ("site", sites),
+        ("symmetry", symmetric),
+    ):  # fmt: skip
+        if not values:
+            raise UsageError(f"the grid is empty: no {name} was given")
+    _check_each(bits, ranges, granularities, sites)
+    schemes: list[Scheme] = []
+    left_out: dict[str, str] = {}
+    for site, range_, granularity, even, width in product(
+        sites, ranges, granularities, symmetric, bits
+    ):
+        try:
+            schemes.append(Scheme(site, width, range_, granularity, even))
+        except UsageError as error:
+            what = f"{site} with range {range_}"
+            if granularity:
+                what += f" and granularity {granularity}"
+            left_out[what] = str(error)
+    if not schemes:
+        raise UsageError(f"the grid is empty: {next(iter(left_out.values()))}")
+    notes = tuple(f"left out: {what}: {why}" for what, why in left_out.items())
+    return SweepGrid(distinct(schemes), notes)
+
+
+def distinct(schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
+    """Each scheme once, with its range's parameter spelt out; at most one of 16 bits."""
+    found: dict[Any, Scheme] = {}
+    for scheme in schemes:
+        if scheme.percentile is not None:
+            # As `percentile` and `percentile:99.90` are one range, they must be one cell.
+            scheme = replace(scheme, range=f"{scheme.observer}:{scheme.percentile:.12g}")  # noqa: PLW2901
+        found.setdefault(scheme if scheme.quantizes else None, scheme)
+    return tuple(found.values())
+
+
+def short_name(scheme: Scheme | None) -> str:
+    """A scheme's name in a narrow column, such as `L4`; `fp` for the model as it is."""
+    if scheme is None:
+        return "fp"
+    return f"{_LETTERS[scheme.site]}{scheme.bits}"
+
+
+def _check_each(
+    bits: Sequence[int], ranges: Sequence[str], granularities: Sequence[str], sites: Sequence[str]
+) -> None:
+    """Refuse what is not known at all, as distinct from what does not go together."""
+    for site in sites:
+        _one_fits([(site, _PROBE, "dynamic", "")])
+    for width in bits:
+        _one_fits([(sites[0], width, "dynamic", "")])
+    for granularity in granularities:
+        _one_fits([(site, _PROBE, "dynamic", granularity) for site in sites])
+    for range_ in ranges:
+        _one_fits([(site, _PROBE, range_, "") for site in sites])
+
+
+def _one_fits(choices: Iterable[tuple[str, int, str, str]]) -> None:
+    refusals = []
+    for choice in choices:
+        try:
+            Scheme(*choice)
+        except UsageError as error:
+            refusals.append(error)
+        else:
+            return
+    raise refusals[0]

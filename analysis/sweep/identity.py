@@ -1,0 +1,139 @@
+"""What the result of a cell depends on, as a hash."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantdiff.calibration.table import CalibrationTable
+from quantdiff.quantization.scheme import Scheme
+from quantdiff.statistics.storage import to_arrays
+from quantdiff.versions import versions
+
+__all__ = ["cell_id", "deciding_versions", "model_fingerprint", "table_fingerprint"]
+
+_LENGTH = 20  # hex digits of a cell's id: no two of 10⁹ cells are alike
+
+# Entries of a config that say where a model comes from, how it was saved or what it may be used
+# for; what it computes with is in the tensors, the class and the other entries.
+_UNIMPORTANT = {
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map",
+    "architectures", "dtype", "torch_dtype", "use_cache", "_attn_implementation",
+    "_attn_implementation_internal", "_attn_implementation_autoset",
+}  # fmt: skip
+
+
+def cell_id(
+    *,
+    model: str,
+    device: str,
+    evaluation: str,
+    data: str,
+    settings: Mapping[str, Any],
+    scheme: Scheme | None,
+    calibration: str | None,
+) -> str:
+    """The id of a cell: equal if and only if all is equal that the result depends on.
+
+    Args:
+        model: fingerprint.
+        device: its type; a GPU sums in another order than a CPU.
+        evaluation, data, settings: of the evaluation.
+        scheme: None for the model as it is.
+        calibration: fingerprint of what a static range comes from.
+    """
+    return _hash({
+        "model": model,
+        "device": device,
+        "evaluation": evaluation,
+        "data": data,
+        "settings": settings,
+        "scheme": None if scheme is None else asdict(scheme),
+        "calibration": calibration,
+        "versions": deciding_versions(),
+    })[:_LENGTH]  # fmt: skip
+
+
+@functools.cache
+def deciding_versions() -> dict[str, str]:
+    """Versions of what computes a result; the others change no number or are in the data."""
+    known = versions()
+    return {name: known[name] for name in ("quantdiff", "torch", "transformers")}
+
+
+def model_fingerprint(model: nn.Module, tokenizer: Any) -> str:
+    """SHA-256, as hex, over all that a model computes with, and its tokenizer.
+
+    That is its class, config, attention implementation and tensors. Where it was loaded from and
+    where it lies do not matter; its dtype does.
+    """
+    config = getattr(model, "config", None)
+    about = {
+        "class": type(model).__qualname__,
+        "attention": getattr(config, "_attn_implementation", None),
+        "config": None if config is None else _important(config.to_dict()),
+    }
+    digest = hashlib.sha256(_json(about))
+    digest.update(_json(_rules(tokenizer)))
+    first: dict[tuple[int, torch.Size, Any], str] = {}  # where a tied tensor was hashed
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, Tensor):
+            digest.update(_json({"name": name, "value": value}))
+            continue
+        place = value.data_ptr(), value.shape, value.stride()
+        tied = first.setdefault(place, name) if value.numel() else name
+        told = {"name": name, "as": tied, "shape": list(value.shape), "dtype": str(value.dtype)}
+        digest.update(_json(told))
+        if tied == name:
+            digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def table_fingerprint(table: CalibrationTable) -> str:
+    """SHA-256, as hex, over the statistics that a table takes its ranges from."""
+    names = [[site.name, site.layer] for site in table.sites]
+    digest = hashlib.sha256(_json(names))
+    for name, array in sorted(to_arrays(table.sites).items()):
+        digest.update(_json([name, list(array.shape), str(array.dtype)]))
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _rules(tokenizer: Any) -> Any:
+    """What a tokenizer makes tokens by."""
+    about = [type(tokenizer).__qualname__, getattr(tokenizer, "special_tokens_map", None)]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
+        return [*about, vocabulary, getattr(tokenizer, "init_kwargs", None)]
+    rules = json.loads(backend.to_str())
+    # What the last call padded and cut; every call sets it anew.
+    return [*about, {k: v for k, v in rules.items() if k not in ("padding", "truncation")}]
+
+
+def _bytes(value: Tensor) -> memoryview:
+    flat = value.detach().cpu().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _important(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {
+            str(name): _important(value)
+            for name, value in config.items()
+            if name not in _UNIMPORTANT
+        }
+    return [_important(value) for value in config] if isinstance(config, list) else config
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(_json(content)).hexdigest()
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, default=str).encode()

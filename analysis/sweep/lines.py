@@ -1,0 +1,123 @@
+"""The results of a sweep as lines over bits: what its tables print and its figures draw."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from quantdiff.analysis.sweep.loaded import SweepResults
+from quantdiff.analysis.sweep.results import Row
+
+__all__ = [
+    "NO_WAY",
+    "WAYS",
+    "Line",
+    "Measure",
+    "Way",
+    "lines",
+    "measures",
+    "model_labels",
+    "way_label",
+]
+
+# What tells two ways of quantizing apart, beside their bits.
+WAYS = ("site", "range", "granularity", "symmetric")
+
+Way = tuple[str | None, str | None, str | None, bool | None]
+NO_WAY: Way = (None, None, None, None)  # of a model that was only seen as it is
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One metric of one evaluation."""
+
+    evaluation: str
+    metric: str
+
+    @property
+    def source(self) -> str:
+        """The evaluation without the folders of its file."""
+        kind, colon, argument = self.evaluation.partition(":")
+        return f"{kind}{colon}{PurePath(argument).name}"
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether the published Figure 8 can stand beside it."""
+        return self.metric.rpartition(":")[2].startswith("acc")
+
+    @property
+    def label(self) -> str:
+        """For a title: the metric, and the evaluation where that is another word."""
+        return self.metric if self.metric == self.source else f"{self.metric} · {self.source}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One model, quantized in one way, to several widths.
+
+    Attributes:
+        model: name.
+        way: values of `WAYS`, or `NO_WAY`.
+        points: bits -> line of `results.jsonl`, widest first; a failed cell's has no value.
+    """
+
+    model: str
+    way: Way
+    points: dict[int, Row]
+
+
+def measures(results: SweepResults) -> list[Measure]:
+    """All metrics, each evaluation's own after one another; the first of each is its main one."""
+    found: dict[str, dict[str, None]] = {}
+    for row in results.rows:
+        of_one = found.setdefault(row["eval"], {})
+        if row["status"] == "ok":
+            of_one[row["metric"]] = None
+    return [Measure(name, metric) for name, of_one in found.items() for metric in of_one]
+
+
+def lines(results: SweepResults, measure: Measure) -> list[Line]:
+    """A metric as lines, model by model, in the order of the grid."""
+    found: dict[str, dict[Way, dict[int, Row]]] = {model: {} for model in results.models}
+    references: dict[str, Row] = {}
+    for row in results.rows:
+        failed = row["status"] != "ok"
+        if row["eval"] != measure.evaluation or not (failed or row["metric"] == measure.metric):
+            continue
+        if row["site"] is None:
+            references[row["model"]] = row
+            continue
+        way = (row["site"], row["range"], row["granularity"], row["options"]["symmetric"])
+        found[row["model"]].setdefault(way, {})[row["bits"]] = row
+    result = []
+    for model, ways in found.items():
+        reference = {16: references[model]} if model in references else {}
+        if reference and not ways:
+            ways = {NO_WAY: {}}  # noqa: PLW2901
+        result += [
+            Line(model, way, dict(sorted((reference | points).items(), reverse=True)))
+            for way, points in ways.items()
+        ]
+    return result
+
+
+def way_label(way: Way, leave_out: Collection[str] = ()) -> str:
+    """A way of quantizing in words, such as `mse, head`; that a grid is symmetric is not said.
+
+    Args:
+        way: values of `WAYS`.
+        leave_out: of `WAYS`.
+    """
+    told = dict(zip(WAYS, way, strict=True))
+    told["site"] = str(told["site"]).replace("_", " ")
+    told["symmetric"] = None if told["symmetric"] else "asymmetric"
+    return ", ".join(
+        str(word) for name, word in told.items() if name not in leave_out and word is not None
+    )
+
+
+def model_labels(models: Sequence[str]) -> dict[str, str]:
+    """Short names of models: without their folders, where that tells them apart."""
+    ends = {model: PurePath(model).name or model for model in models}
+    return {
+        model: end if list(ends.values()).count(end) == 1 else model for model, end in ends.items()
+    }

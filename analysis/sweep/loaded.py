@@ -1,0 +1,107 @@
+"""The results of a sweep, as they lie in a folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from numpy.typing import NDArray
+
+from quantdiff.analysis.sweep.record import Record, read_record
+from quantdiff.analysis.sweep.results import RESULTS, Row, current_rows, read_items, read_rows
+
+__all__ = ["COLUMNS", "SweepResults"]
+
+COLUMNS = (
+    "cell", "model", "scheme", "site", "bits", "range", "granularity", "symmetric", "causal",
+    "eval", "metric", "value", "stderr", "count", "data", "seconds", "status", "error",
+)  # fmt: skip
+_WHOLE = {"bits": "Int64", "count": "Int64", "value": "float64", "stderr": "float64"}
+
+
+@dataclass(eq=False)
+class SweepResults:
+    """What a sweep found so far.
+
+    Attributes:
+        folder: where it lies.
+        record: the content of `sweep.json`: `models` with their fingerprints, evaluations and
+            calibration, `cells`, `asked` (those of the last call), `versions`, `commands`.
+        rows: the lines of `results.jsonl` that count, as they stand there, in the order of the
+            grid; of a cell that failed several times the last one.
+    """
+
+    folder: Path
+    record: Record
+    rows: list[Row]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "SweepResults":
+        """Read a folder, also while a sweep is running there.
+
+        Raises:
+            UsageError: it holds no sweep, or one that cannot be read.
+        """
+        folder = Path(folder)
+        record = read_record(folder)
+        found = current_rows(read_rows(folder / RESULTS))
+        return cls(folder, record, [row for cell in record["cells"] for row in found.get(cell, [])])
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models, in the order in which they were first asked for."""
+        return list(self.record["models"])
+
+    @property
+    def failed(self) -> list[Row]:
+        """The lines of the cells that failed; each has an `error`."""
+        return [row for row in self.rows if row["status"] != "ok"]
+
+    @property
+    def missing(self) -> int:
+        """How many cells were neither finished nor failed."""
+        return len(self.record["cells"]) - len({row["cell"] for row in self.rows})
+
+    def frame(self) -> pd.DataFrame:
+        """One row a cell and metric, with the columns `COLUMNS`.
+
+        `options` of the lines is spread out to `symmetric`. The row of the model as it is, which
+        stands for 16 bits, has no site, range, granularity and symmetry, for it serves all of them.
+        """
+        rows = [row | {"symmetric": row["options"].get("symmetric")} for row in self.rows]
+        return pd.DataFrame(rows, columns=list(COLUMNS)).astype(_WHOLE)
+
+    def items(self, cell: str) -> dict[str, NDArray[Any]]:
+        """The results of each question or window of a cell, by which models compare pairwise.
+
+        Raises:
+            UsageError: there are none.
+        """
+        return read_items(self.folder, cell)
+
+    def plot(self, kind: str = "bits", **options: Any) -> Any:
+        """Draw a figure; see `plot_sweep`."""
+        from quantdiff.analysis.sweep.figure import plot_sweep
+
+        return plot_sweep(self, kind, **options)
+
+    def __repr__(self) -> str:
+        done = len({row["cell"] for row in self.rows if row["status"] == "ok"})
+        failed = f", {len(self.failed)} failed" if self.failed else ""
+        return (
+            f"SweepResults of {', '.join(self.models)}: {done} of {len(self.record['cells'])} cells"
+            f"{failed}"
+        )
+
+    def _repr_html_(self) -> str:
+        from quantdiff.analysis.sweep.table import pivot
+
+        parts = [
+            f"<h4>{title}</h4>{table.to_html(na_rep='–', float_format='{:.4g}'.format)}"
+            for title, table in pivot(self)
+        ]
+        return f"<p>{_escaped(repr(self))}</p>{''.join(parts)}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,180 @@
+"""What a sweep has to do: every model is opened once, before the first cell is computed."""
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from quantdiff.analysis.evaluation import Evaluation, Text, evaluation
+from quantdiff.analysis.sweep.grid import Cell
+from quantdiff.analysis.sweep.identity import cell_id, model_fingerprint
+from quantdiff.analysis.sweep.ranges import (
+    Ranges,
+    Tables,
+    calibrated,
+    check_text,
+    folder_of,
+    source_of,
+)
+from quantdiff.calibration.running import model_device
+from quantdiff.models import describe, load
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["Model", "Opened", "Request", "Shelf"]
+
+# A name that `quantdiff.load` takes, or a model that is there: itself, its tokenizer, a name.
+Model: TypeAlias = str | Path | tuple[nn.Module, Any, str]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a sweep; see `sweep`, whose arguments these are."""
+
+    models: tuple[Model, ...]
+    schemes: tuple[Scheme, ...]
+    evaluations: tuple[str, ...]
+    out: Path
+    text: Text
+    calibration_tokens: int
+    batch_size: int
+    loading: dict[str, Any]
+    note: Callable[[str], None]
+    stop: Callable[[], bool]
+
+    @property
+    def names(self) -> list[str]:
+        """The models' names."""
+        return [str(model[2] if isinstance(model, tuple) else model) for model in self.models]
+
+
+@dataclass
+class Opened:
+    """A model in memory, with all that its cells need.
+
+    Attributes:
+        name: of the model.
+        model: itself.
+        fingerprint: of the model and its tokenizer.
+        evaluations: made for it, by name.
+        ranges: its static ranges; None where no scheme asks for them.
+        cells: of the model, by evaluation.
+    """
+
+    name: str
+    model: nn.Module
+    fingerprint: str
+    evaluations: dict[str, Evaluation]
+    ranges: Ranges | None
+    cells: dict[str, list[Cell]]
+
+    def about(self, text: Text) -> dict[str, Any]:
+        """What `sweep.json` says of the model."""
+        told = describe(self.model)
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        return {
+            "fingerprint": self.fingerprint,
+            "family": told["family"],
+            "parameters": told["parameters"],
+            "dtype": told["dtype"],
+            "device": model_device(self.model).type,
+            "attention": attention,
+            "evaluations": {
+                name: {
+                    "source": source_of(made, text),
+                    "data": made.data,
+                    # As it will be read: JSON knows no tuples.
+                    "settings": json.loads(json.dumps(made.settings)),
+                }
+                for name, made in self.evaluations.items()
+            },
+            "calibration": self.ranges
+            and {"fingerprint": self.ranges.fingerprint, "data": self.ranges.data},
+        }
+
+
+class Shelf:
+    """The models of a sweep, of which one at a time is in memory (but for those that were given).
+
+    Attributes:
+        tables: those that the user gave.
+    """
+
+    def __init__(self, request: Request, tables: Tables) -> None:
+        self._request, self.tables = request, tables
+        self._at: int | None = None
+        self._opened: Opened | None = None
+
+    def open(self, number: int) -> Opened:
+        """A model with its evaluations and cells; the one before is released.
+
+        Raises:
+            UsageError: it cannot be opened, or does not go with the evaluations or the ranges.
+        """
+        if self._at != number:
+            self._release()
+            self._opened, self._at = self._open(number), number
+        assert self._opened is not None
+        return self._opened
+
+    def _release(self) -> None:
+        """Free the model that is held, before the next takes its memory."""
+        held, self._opened, self._at = self._opened is not None, None, None
+        if held:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _open(self, number: int) -> Opened:
+        request = self._request
+        source, name = request.models[number], request.names[number]
+        if isinstance(source, tuple):
+            model, tokenizer, _ = source
+        else:
+            model, tokenizer = load(source, **request.loading)
+        fingerprint = model_fingerprint(model, tokenizer)
+        evaluations = {
+            wanted: evaluation(wanted, model, tokenizer, request.text)
+            for wanted in request.evaluations
+        }
+        ranges = None
+        if any(scheme.static for scheme in request.schemes):
+            ranges = self.tables.find(name, model, request.note) or calibrated(
+                name, model, tokenizer, tokens=request.calibration_tokens,
+                seq_len=request.text.seq_len, folder=folder_of(request.out, name, fingerprint),
+                batch_size=request.batch_size, note=request.note, stop=request.stop,
+            )  # fmt: skip
+            for made in evaluations.values():
+                check_text(made, request.text, tokenizer, ranges)
+        device = model_device(model).type
+        cells = {
+            wanted: [
+                _cell(name, fingerprint, device, wanted, made, scheme, ranges)
+                for scheme in request.schemes
+            ]
+            for wanted, made in evaluations.items()
+        }
+        return Opened(name, model, fingerprint, evaluations, ranges, cells)
+
+
+def _cell(
+    name: str,
+    fingerprint: str,
+    device: str,
+    wanted: str,
+    made: Evaluation,
+    scheme: Scheme,
+    ranges: Ranges | None,
+) -> Cell:
+    asked = scheme if scheme.quantizes else None
+    static = asked is not None and asked.static
+    calibration = ranges.fingerprint if static and ranges is not None else None
+    identity = cell_id(
+        model=fingerprint, device=device, evaluation=wanted, data=made.data,
+        settings=made.settings, scheme=asked, calibration=calibration,
+    )  # fmt: skip
+    return Cell(identity, name, wanted, asked, made.data, calibration)

@@ -1,0 +1,217 @@
+"""`sweep.json`: what the results in a folder belong to, so that nothing else gets among them."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quantdiff.analysis.sweep.identity import deciding_versions
+from quantdiff.analysis.sweep.ranges import FOLDER
+from quantdiff.analysis.sweep.results import ITEMS, RESULTS
+from quantdiff.errors import UsageError
+from quantdiff.files import write_json
+from quantdiff.statistics.storage import read_content
+from quantdiff.versions import versions
+
+__all__ = [
+    "REFERENCE",
+    "Record",
+    "clear",
+    "exclusive",
+    "extended",
+    "read_record",
+    "write_record",
+    "writing",
+]
+
+FORMAT, VERSION = "quantdiff.sweep", 1
+RECORD = "sweep.json"
+REFERENCE = ".reference-"  # how the names of folders begin that evaluations compare with
+
+Record = dict[str, Any]
+
+# How files begin that were being written, see `files.write_bytes`.
+_HALF = (f".{RECORD}.*", f"{ITEMS}/.*.npz.*", "figures/.*", f"{FOLDER}/*/.calibration.*")
+_OWNED = (
+    f"{ITEMS}/*.npz",
+    "figures/bits*",
+    "figures/ranges*",
+    "figures/sites*",
+    f"{FOLDER}/*/calibration.*",
+)
+_REMEDY = "choose another --out or pass --overwrite"
+
+
+def read_record(folder: Path) -> Record:
+    """What a folder's results belong to.
+
+    Raises:
+        UsageError: the folder holds no sweep, or one that cannot be read.
+    """
+    return read_content(folder / RECORD, FORMAT, VERSION, "sweep")
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write `sweep.json`."""
+    write_json(folder / RECORD, record)
+
+
+def extended(
+    folder: Path, models: dict[str, Any], cells: Sequence[str], *, command: str | None
+) -> Record:
+    """The record of a folder with some models and cells added.
+
+    Args:
+        folder: may hold an earlier sweep.
+        models: by name, as `planning.Plan.about` tells of them.
+        cells: ids, in the order in which results are shown.
+        command: the command line that asks for them, if one does.
+
+    Returns:
+        `models`, and `cells`, all ids in order; `asked`, those of the last request; `versions`,
+        and `commands`.
+
+    Raises:
+        UsageError: the folder holds results that do not go together with these.
+    """
+    if (folder / RECORD).exists():
+        old = read_record(folder)
+        _check(folder, old, models)
+    elif (folder / RESULTS).exists():
+        raise UsageError(f"{folder} holds {RESULTS} of something else, without {RECORD}; {_REMEDY}")
+    else:
+        old = {"models": {}, "cells": [], "commands": []}
+    together = dict(old["models"])
+    for name, told in models.items():
+        known = together.get(name, {"evaluations": {}, "calibration": None})
+        together[name] = told | {
+            "evaluations": known["evaluations"] | told["evaluations"],
+            "calibration": told["calibration"] or known["calibration"],
+        }
+    commands = list(old["commands"])
+    if command is not None and command not in commands:
+        commands.append(command)
+    return {
+        "format": f"{FORMAT}/{VERSION}",
+        "models": together,
+        "cells": list(dict.fromkeys([*old["cells"], *cells])),
+        "asked": list(cells),
+        "versions": versions(),
+        "commands": commands,
+    }
+
+
+def _check(folder: Path, old: Record, models: dict[str, Any]) -> None:
+    start = f"{folder} holds results"
+    now = deciding_versions()
+    for name, version in now.items():
+        if old["versions"].get(name) != version:
+            raise UsageError(
+                f"{start} of {name} {old['versions'].get(name)}, and this is {version}; {_REMEDY}"
+            )
+    for name, told in models.items():
+        known = old["models"].get(name)
+        if known is None:
+            for other, of_other in old["models"].items():
+                if of_other["fingerprint"] == told["fingerprint"]:
+                    raise UsageError(
+                        f"{start} of {name} under the name {other}: name it so; or {_REMEDY}"
+                    )
+            continue
+        for entry in ("dtype", "device", "attention"):
+            if known[entry] != told[entry]:
+                raise UsageError(
+                    f"{start} of {name} with {entry} {known[entry]}, and now it is {told[entry]}; "
+                    f"{_REMEDY}"
+                )
+        if known["fingerprint"] != told["fingerprint"]:
+            raise UsageError(
+                f"{start} of another {name}: its weights or its config have changed; {_REMEDY}"
+            )
+        for evaluation, data in told["evaluations"].items():
+            before = known["evaluations"].get(evaluation, data)
+            if before["data"] != data["data"]:
+                raise UsageError(
+                    f"{start} of {evaluation} on other data, or on more or less of them; {_REMEDY}"
+                )
+            if before["settings"] != data["settings"]:
+                raise UsageError(f"{start} of {evaluation} with other settings; {_REMEDY}")
+        both = known["calibration"], told["calibration"]
+        if None not in both and both[0]["fingerprint"] != both[1]["fingerprint"]:
+            raise UsageError(f"{start} of {name} with ranges of another calibration; {_REMEDY}")
+
+
+def clear(folder: Path, *, everything: bool) -> None:
+    """Remove what a killed sweep left behind, or everything that sweeps write.
+
+    Args:
+        folder: where they wrote.
+        everything: results, items, figures and calibrations too.
+    """
+    for left in folder.glob(f"{REFERENCE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for pattern in _HALF:
+        for file in folder.glob(pattern):
+            file.unlink()
+    if not everything:
+        return
+    # Without its record the folder holds no sweep: a reader never meets half of one.
+    (folder / RECORD).unlink(missing_ok=True)
+    (folder / RESULTS).unlink(missing_ok=True)
+    for pattern in _OWNED:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Let one sweep at a time into a folder, which is made, and unmade if it stays empty.
+
+    Raises:
+        UsageError: another sweep is running there, or the folder cannot be written.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refusal(folder, error) from None
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another sweep is running in {folder}; wait for it or stop it"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+        yield
+    finally:
+        os.close(file)
+        for path in made:
+            try:
+                path.rmdir()
+            except OSError:
+                break
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Say in one sentence where a folder cannot be written.
+
+    Raises:
+        UsageError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _refusal(folder, error) from None
+
+
+def _refusal(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"{folder} cannot be written: {error.strerror}; choose another --out")

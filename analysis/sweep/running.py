@@ -1,0 +1,185 @@
+"""`sweep`: every cell of a grid, each flushed as it ends, so that a killed sweep goes on."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from quantdiff.analysis.evaluation import Stopped, Text
+from quantdiff.analysis.sweep.distributed import Processes
+from quantdiff.analysis.sweep.grid import Cell, distinct
+from quantdiff.analysis.sweep.loaded import SweepResults
+from quantdiff.analysis.sweep.planning import Model, Request, Shelf
+from quantdiff.analysis.sweep.progress import Progress
+from quantdiff.analysis.sweep.ranges import Tables
+from quantdiff.analysis.sweep.record import (
+    clear,
+    exclusive,
+    extended,
+    write_record,
+    writing,
+)
+from quantdiff.analysis.sweep.results import ResultsFile
+from quantdiff.analysis.sweep.working import Work
+from quantdiff.calibration.table import CalibrationTable
+from quantdiff.errors import UsageError
+from quantdiff.quantization import Scheme
+
+__all__ = ["CALIBRATION_TOKENS", "sweep"]
+
+CALIBRATION_TOKENS = 16384
+
+_LONGEST = 500  # characters of what a failed cell says
+
+T = TypeVar("T")
+
+
+def sweep(
+    models: Iterable[Model],
+    schemes: Iterable[Scheme],
+    evaluations: Iterable[str],
+    *,
+    out: str | Path,
+    text: Text | None = None,
+    tables: Sequence[str | Path | CalibrationTable] = (),
+    calibration_tokens: int = CALIBRATION_TOKENS,
+    batch_size: int = 1,
+    overwrite: bool = False,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+    command: str | None = None,
+    note: Callable[[str], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> SweepResults:
+    """Evaluate models under quantization, and go on with what an earlier call has left undone.
+
+    Every model is opened once before the first cell is computed, so that what cannot be done is
+    refused at the start; after that, a cell that fails is written down as failed, and the others go
+    on. A folder holds one sweep, which further schemes, models and evaluations may extend.
+    Started by torchrun, the processes share the cells.
+
+    Args:
+        models: names that `quantdiff.load` takes, opened one after the other, or models that are
+            in memory as (model, tokenizer, name).
+        schemes: such as `make_grid` makes; one of 16 bits stands for the model as it is.
+        evaluations: such as `perplexity`; see `quantdiff.analysis.evaluation.EVALUATIONS`.
+        out: folder for the results.
+        text: for the evaluations that run on text.
+        tables: calibrations for static ranges, or their folders, each for one of the models. A
+            model that has none is calibrated on the shipped training text.
+        calibration_tokens: tokens of that text.
+        batch_size: sequences in one forward pass; changes no result.
+        overwrite: begin anew where `out` holds results.
+        dtype, device, attention, trust_remote_code: as in `quantdiff.load`, for named models.
+        command: the command line, for the record.
+        note: told, in one sentence each, what a user should know.
+        progress: told where the sweep stands, after each forward pass.
+        stop: asked after each forward pass; True ends the sweep.
+
+    Returns:
+        All results in `out`.
+
+    Raises:
+        UsageError: nothing is asked for, something of it is not known or does not go together, or
+            `out` holds results of other models, data or versions.
+        Stopped: `stop` said so; what is finished is in `out`.
+    """
+    processes = Processes()
+    said: set[str] = set()
+
+    def tell(sentence: str) -> None:
+        if note is not None and sentence not in said:
+            said.add(sentence)
+            note(sentence)
+
+    request = Request(
+        models=tuple(models),
+        schemes=distinct(schemes),
+        evaluations=tuple(dict.fromkeys(evaluations)),
+        out=Path(out),
+        text=text or Text(),
+        calibration_tokens=calibration_tokens,
+        batch_size=batch_size,
+        loading={
+            "dtype": dtype,
+            "device": processes.device if device in (None, "cuda") and processes.device else device,
+            "attention": attention,
+            "trust_remote_code": trust_remote_code,
+        },
+        note=tell,
+        stop=stop or (lambda: False),
+    )
+    _check(request, tables)
+    alone = exclusive(request.out) if processes.first else nullcontext()
+    with processes.together(), alone:
+        shelf = Shelf(request, Tables(tables, request.names))
+        plan, about = _planned(request, shelf)
+        if processes.first:
+            with writing(request.out):
+                _begin(request.out, about, plan, overwrite=overwrite, command=command)
+        processes.meet("recorded", request.stop)
+        work = Work(request, shelf, plan, processes, progress or (lambda _: None))
+        # Before anybody appends, or not all would see the same cells finished.
+        processes.meet("read", request.stop)
+        work.do()
+        processes.meet("done", request.stop)
+        return SweepResults.load(request.out)
+
+
+def _check(request: Request, tables: Sequence[Any]) -> None:
+    """Refuse what can be refused before a model is opened."""
+    if not request.models:
+        raise UsageError("there is no model to sweep: name at least one")
+    if not request.schemes:
+        raise UsageError("the grid is empty: there is no scheme in it")
+    if not request.evaluations:
+        raise UsageError("there is nothing to measure: name at least one evaluation")
+    if request.batch_size < 1:
+        raise UsageError(f"a batch of {request.batch_size} sequences is none: use at least 1")
+    for name in request.names:
+        if request.names.count(name) > 1:
+            raise UsageError(f"{name} is named twice: give each model once, under its own name")
+    if tables and not any(scheme.static for scheme in request.schemes):
+        raise UsageError(
+            "a calibration table is for static ranges, and all ranges asked for are dynamic"
+        )
+
+
+def _planned(request: Request, shelf: Shelf) -> tuple[list[dict[str, list[Cell]]], dict[str, Any]]:
+    """Open every model: its cells by evaluation, in order, and what is recorded of it, by name."""
+    plan: list[dict[str, list[Cell]]] = []
+    about: dict[str, Any] = {}
+    # From the last to the first, which is needed next and is in memory then.
+    for number, name in reversed(list(enumerate(request.names))):
+        plan.insert(0, shelf.open(number).cells)
+        about[name] = shelf.open(number).about(request.text)
+        for other, told in about.items():
+            if other != name and told["fingerprint"] == about[name]["fingerprint"]:
+                raise UsageError(f"{name} and {other} are the same model: name it once")
+        if request.stop():
+            raise Stopped
+    shelf.tables.check_used()
+    return plan, {name: about[name] for name in request.names}
+
+
+def _begin(
+    out: Path,
+    about: dict[str, Any],
+    plan: list[dict[str, list[Cell]]],
+    *,
+    overwrite: bool,
+    command: str | None,
+) -> None:
+    """Make the folder one of this sweep, or refuse to."""
+    ids = [cell.id for of_model in plan for of_one in of_model.values() for cell in of_one]
+    if overwrite:
+        clear(out, everything=True)
+    record = extended(out, about, ids, command=command)
+    clear(out, everything=False)
+    write_record(out, record)
+    ResultsFile(out).mend()

@@ -1,0 +1,180 @@
+"""The cells of a sweep, computed one after the other, each written as it ends."""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quantdiff.analysis.evaluation import Outcome, Stopped
+from quantdiff.analysis.sweep.distributed import Processes
+from quantdiff.analysis.sweep.grid import Cell
+from quantdiff.analysis.sweep.once import once
+from quantdiff.analysis.sweep.planning import Opened, Request, Shelf
+from quantdiff.analysis.sweep.progress import Progress, Tracker
+from quantdiff.analysis.sweep.record import REFERENCE, writing
+from quantdiff.analysis.sweep.results import ResultsFile, Row
+from quantdiff.errors import UsageError
+from quantdiff.quantization import fake_quantize
+
+__all__ = ["Work"]
+
+_LONGEST = 500  # characters of what a failed cell says
+
+T = TypeVar("T")
+
+
+class Work:
+    """The cells that are not finished.
+
+    Args:
+        request: what was asked for.
+        shelf: opens the models.
+        plan: each model's cells, by evaluation.
+        processes: this one among the others.
+        tell: told where the sweep stands.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        shelf: Shelf,
+        plan: Sequence[dict[str, list[Cell]]],
+        processes: Processes,
+        tell: Callable[[Progress], None],
+    ) -> None:
+        self._request, self._shelf, self._processes = request, shelf, processes
+        self._plan = plan
+        self._results = ResultsFile(request.out)
+        cells = [cell for of_model in plan for of_one in of_model.values() for cell in of_one]
+        self._finished = self._results.finished() & {cell.id for cell in cells}
+        todo = [cell for cell in cells if cell.id not in self._finished]
+        self._tracker = Tracker(todo, len(self._finished), processes, tell)
+        if self._finished and processes.first:
+            request.note(f"{len(self._finished)} of {len(cells)} cells are finished already")
+
+    def do(self) -> None:
+        """Compute the cells that no other process takes.
+
+        Raises:
+            Stopped: the sweep was asked to.
+        """
+        # Every process begins elsewhere, so that not all of them need the same model at once.
+        for number in _rotated(range(len(self._plan)), self._processes.rank):
+            self._model(number)
+
+    def _model(self, number: int) -> None:
+        """The cells of one model, which is not held when this returns."""
+        missing = {
+            name: [cell for cell in cells if cell.id not in self._finished]
+            for name, cells in self._plan[number].items()
+        }
+        if not any(missing.values()):
+            return
+        try:
+            opened = self._shelf.open(number)
+            if opened.cells != self._plan[number]:
+                raise UsageError(f"{opened.name} or its data have changed since the start")
+        except Exception as error:  # a model that is gone must not cost the others their cells
+            for cell in (cell for cells in missing.values() for cell in cells):
+                if self._processes.take(cell.id):
+                    self._tracker.begin(cell, 1)
+                    self._fail(cell, error, 0.0)
+            return
+        for name in _rotated(list(missing), self._processes.rank):
+            self._evaluate(opened, name, missing[name])
+
+    def _evaluate(self, opened: Opened, name: str, cells: list[Cell]) -> None:
+        """The cells of one model and evaluation."""
+        evaluation, request = opened.evaluations[name], self._request
+        with tempfile.TemporaryDirectory(prefix=REFERENCE, dir=request.out) as folder:
+
+            def prepare() -> None:
+                self._tracker.prepare(cell, "reference")
+                evaluation.prepare(Path(folder), batch_size=request.batch_size, stop=request.stop)
+
+            prepared = once(prepare)
+            for cell in cells:
+                if request.stop():
+                    raise Stopped
+                if not self._processes.take(cell.id):
+                    continue
+                begin = time.perf_counter()
+                try:
+                    prepared()
+                    context = self._context(opened, cell)
+                    self._tracker.begin(cell, evaluation.total)
+                    begin = time.perf_counter()
+                    outcome = evaluation.run(
+                        context, batch_size=request.batch_size, progress=self._tracker.advance,
+                        stop=request.stop,
+                    )  # fmt: skip
+                    _check_finite(outcome)
+                except Stopped:
+                    raise
+                except Exception as error:  # whatever it is, the other cells may do
+                    self._fail(cell, error, time.perf_counter() - begin)
+                else:
+                    self._succeed(cell, outcome, time.perf_counter() - begin)
+
+    def _context(self, opened: Opened, cell: Cell) -> Callable[[], AbstractContextManager[Any]]:
+        scheme, table = cell.scheme, None
+        if scheme is None:
+            return nullcontext
+        if scheme.static:
+            assert opened.ranges is not None
+            self._tracker.prepare(cell, "calibration")
+            table = opened.ranges.table()
+        return lambda: fake_quantize(opened.model, scheme, table=table)
+
+    def _succeed(self, cell: Cell, outcome: Outcome, seconds: float) -> None:
+        rows = [
+            _row(cell, seconds, "ok")
+            | {"metric": m.name, "value": float(m.value), "count": int(m.count)}
+            | {"stderr": _known(m.stderr)}
+            for m in outcome.metrics
+        ]
+        with writing(self._request.out):
+            self._results.append(rows, outcome.items)
+        self._tracker.end(cell, failed=False)
+
+    def _fail(self, cell: Cell, error: Exception, seconds: float) -> None:
+        told = " ".join(str(error).split())
+        if not isinstance(error, UsageError):  # which is a sentence of our own
+            told = f"{type(error).__name__}: {told}"
+        with writing(self._request.out):
+            self._results.append([_row(cell, seconds, "error") | {"error": told[:_LONGEST]}])
+        self._tracker.end(cell, failed=True)
+
+
+def _row(cell: Cell, seconds: float, status: str) -> Row:
+    """A line of `results.jsonl`, in the order of its fields."""
+    return cell.fields() | {
+        "metric": None,
+        "value": None,
+        "stderr": None,
+        "count": None,
+        "data": cell.data,
+        "seconds": round(seconds, 3),
+        "status": status,
+    }
+
+
+def _known(error: float | None) -> float | None:
+    """A standard error, or None where it is not known, which some evaluations tell by NaN."""
+    return float(error) if error is not None and math.isfinite(error) else None
+
+
+def _check_finite(outcome: Outcome) -> None:
+    if not outcome.metrics:
+        raise ValueError("the evaluation gave no metric")
+    for metric in outcome.metrics:
+        if not math.isfinite(metric.value):
+            raise ValueError(f"{metric.name} is {metric.value}")
+
+
+def _rotated(things: Sequence[T], by: int) -> list[T]:
+    start = by % max(len(things), 1)
+    return [*things[start:], *things[:start]]

@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from quantdiff import Scheme, calibrate
+from quantdiff.analysis.sweep.identity import cell_id, model_fingerprint, table_fingerprint
+from quantdiff.calibration import CalibrationTable
+from quantdiff.models import load
+from tests.tiny import save_tiny, tiny_ids, tiny_llama, tiny_tokenizer
+
+PARTS = {
+    "model": "m", "device": "cpu", "evaluation": "perplexity", "data": "d",
+    "settings": {"version": 1}, "scheme": Scheme("attention_logits", 4), "calibration": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "n"},
+        {"device": "cuda"},
+        {"evaluation": "divergence"},
+        {"data": "e"},
+        {"settings": {"version": 2}},
+        {"scheme": None},
+        {"scheme": Scheme("attention_logits", 4, symmetric=False)},
+        {"scheme": Scheme("attention_logits", 4, granularity="row")},
+        {"calibration": "c"},
+    ],
+)
+def test_every_part_decides(change):
+    assert cell_id(**PARTS) == cell_id(**PARTS)
+    assert cell_id(**PARTS | change) != cell_id(**PARTS)
+
+
+class TestModel:
+    def test_a_copy_elsewhere_is_the_same_model(self, tmp_path):
+        prints = set()
+        for name in ("a", "b"):
+            model, tokenizer = load(save_tiny(tmp_path / name), device="cpu")
+            prints.add(model_fingerprint(model, tokenizer))
+        prints.add(model_fingerprint(model.train(), tokenizer))
+        assert len(prints) == 1
+
+    def test_using_it_changes_nothing(self):
+        model, tokenizer = tiny_llama(), tiny_tokenizer()
+        before = model_fingerprint(model, tokenizer)
+        model(tiny_ids())
+        tokenizer(["the king", "the"], padding=True, truncation=True, max_length=3)
+        assert model_fingerprint(model, tokenizer) == before
+
+    def test_what_computes_decides(self):
+        tokenizer = tiny_tokenizer()
+        nudged, moved = tiny_llama(), tiny_llama()
+        with torch.no_grad():
+            nudged.model.layers[1].mlp.up_proj.weight[3, 3] *= 1 + 1e-6
+        # The same tensors under each other's names.
+        layers = moved.model.layers
+        layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+        eager = tiny_llama()
+        eager.set_attn_implementation("eager")
+        models = [
+            tiny_llama(), nudged, moved, eager, tiny_llama().to(torch.bfloat16),
+            tiny_llama(rope_theta=5e5), tiny_llama(tie_word_embeddings=True),
+        ]  # fmt: skip
+        prints = {model_fingerprint(model, tokenizer) for model in models}
+        prints.add(model_fingerprint(tiny_llama(), tiny_tokenizer(bos=False)))
+        assert len(prints) == len(models) + 1
+
+    def test_tied_tensors_are_tied(self):
+        tied, untied = (tiny_llama(tie_word_embeddings=tie) for tie in (True, False))
+        with torch.no_grad():
+            untied.lm_head.weight.copy_(untied.model.embed_tokens.weight)
+        tokenizer = tiny_tokenizer()
+        assert model_fingerprint(tied, tokenizer) != model_fingerprint(untied, tokenizer)
+
+
+def test_a_table_saved_and_loaded_is_the_same(tmp_path):
+    model, batch = tiny_llama(), {"input_ids": tiny_ids()}
+    table = calibrate(model, [batch])
+    table.save(tmp_path)
+    assert table_fingerprint(CalibrationTable.load(tmp_path)) == table_fingerprint(table)
+    other = calibrate(model, [{"input_ids": tiny_ids(seed=1)}])
+    assert table_fingerprint(other) != table_fingerprint(table)

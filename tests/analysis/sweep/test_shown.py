@@ -1,0 +1,227 @@
+"""Tables and figures of a sweep."""
+
+import io
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from quantdiff import UsageError
+from quantdiff.analysis.published import FIGURE_8
+from quantdiff.analysis.sweep import (
+    SweepResults,
+    plot_sweep,
+    save_sweep_figures,
+    sweep_figure_data,
+    sweep_report,
+)
+from tests.analysis.sweep.conftest import row, write_sweep
+
+WAYS = [
+    ("dynamic", "tensor", True), ("dynamic", "row", True), ("percentile:99.9", "tensor", True),
+    ("percentile:99.9", "tensor", False),
+]  # fmt: skip
+
+
+def made_up(models, ways, metrics=("perplexity",), evaluation="perplexity", widths=(8, 6, 4)):
+    """Lines of models that get worse with each bit."""
+    rows = []
+    for number, model in enumerate(models):
+        for place, way in enumerate([None, *ways]):
+            for bits in (16,) if way is None else widths:
+                for metric in metrics:
+                    value = 0.5 - 0.02 * number - (16 - bits) ** 2 * 0.001 * (1 + place)
+                    if not metric.startswith("acc"):
+                        value = 20 + number + (16 - bits) ** 3 * (1 + place) / 5
+                    if metric == "kl":
+                        value = 0.0 if bits == 16 else 10.0 ** -(bits - number - place)
+                    rows.append(
+                        row(f"{evaluation[:4]}-{number}-{place}-{bits}", model, way, bits,
+                            eval=evaluation, metric=metric, value=value, stderr=abs(value) / 20)
+                    )  # fmt: skip
+    return rows
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Make results of some lines."""
+    return lambda rows: SweepResults.load(write_sweep(tmp_path / "made-up", rows))
+
+
+def rendered(results, width=80):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    for part in sweep_report(results):
+        console.print(part)
+    return console.file.getvalue()
+
+
+class TestTable:
+    def test_a_line_a_model_where_all_are_quantized_alike(self, results):
+        text = rendered(results(made_up(["runs/zoo/plain", "runs/zoo/diff"], WAYS[:1])))
+        assert "attention logits, dynamic, tensor" in text
+        assert "8 of 8 cells" in text
+        lines = [line.split() for line in text.splitlines()]
+        assert ["model", "16", "bits", "8", "bits", "6", "bits", "4", "bits"] in lines
+        plain = next(line for line in lines if line[:1] == ["plain"])
+        assert plain == ["plain", "20.00", "±1.0", "224.8", "±11", "420.0", "±21", "711.2", "±36"]
+
+    def test_ways_under_the_names_of_models(self, results):
+        lines = rendered(results(made_up(["plain", "diff"], WAYS)), width=120).splitlines()
+        starts = [line.strip().split("  ")[0] for line in lines]
+        at = starts.index("plain", 2)
+        assert starts[at : at + 6] == [
+            "plain", "dynamic, tensor", "dynamic, row", "percentile:99.9, tensor",
+            "percentile:99.9, tensor, asymmetric", "diff",
+        ]  # fmt: skip
+
+    def test_no_number_is_cut_in_a_narrow_terminal(self, results):
+        rows = made_up(["m"], WAYS[:3], ["perplexity", "kl"], widths=(8, 6, 5, 4, 3))
+        swept = results(rows)
+        wide, narrow = rendered(swept, 200), rendered(swept)
+        assert max(map(len, narrow.splitlines())) <= 80
+        assert "percentile:99.9, tensor" in wide
+        words = [
+            sorted(word for word in text.split() if "─" not in word) for text in (wide, narrow)
+        ]
+        assert words[0] == words[1]
+
+    def test_failures_and_what_is_missing(self, results):
+        rows = made_up(["m"], WAYS[:2])
+        rows[1] |= {"status": "error", "error": "no memory", "metric": None, "value": None,
+                    "stderr": None, "count": None}  # fmt: skip
+        del rows[4]
+        text = rendered(results(rows), width=120)
+        assert "1 failed" in text
+        assert "no memory" in text
+        assert "attention logits, dynamic" in text
+        table = [line.split() for line in text.splitlines()]
+        assert table[table.index(["m"]) + 1][:4] == ["5", "of", "6", "cells,"]
+        assert "failed" in next(line for line in table if line[:1] == ["tensor"])
+        assert "–" in next(line for line in table if line[:1] == ["row"])
+
+    def test_a_model_as_it_is(self, results):
+        text = rendered(results(made_up(["m"], [])))
+        assert "1 of 1 cells" in text
+        assert "20.00" in text
+
+    def test_the_published_figure_beneath_accuracies(self, results, tmp_path):
+        assert "published" not in rendered(results(made_up(["m"], WAYS[:1])))
+        rows = made_up(["m"], WAYS[:1], ["acc", "acc_norm"], "choice:a/b.jsonl")
+        text = rendered(SweepResults.load(write_sweep(tmp_path / "choice", rows)))
+        assert "2410.05258" in text
+        assert "acc · choice:b.jsonl" in text
+        for model, values in FIGURE_8.items():
+            line = next(line for line in text.splitlines() if model in line)
+            assert line.split()[1:] == [f"{value:.3f}" for value in values.values()]
+
+
+class TestFigure:
+    def axes(self, page):
+        return [ax for ax in page.axes if ax.axison]
+
+    def labels(self, page):
+        return [text.get_text() for text in page.legends[0].get_texts()] if page.legends else []
+
+    def test_bits_are_a_line_a_model(self, results):
+        swept = results(made_up(["zoo/plain", "zoo/diff"], WAYS, ["perplexity", "nll"]))
+        page = plot_sweep(swept)
+        first, second = self.axes(page)
+        assert [first.get_ylabel(), second.get_ylabel()] == ["perplexity", "nll"]
+        assert [tick.get_text() for tick in first.get_xticklabels()] == ["16", "8", "6", "4"]
+        assert len(first.containers) == 2
+        assert self.labels(page) == ["plain", "diff"]
+        assert "dynamic, tensor" in page.get_suptitle()
+        assert len(self.axes(plot_sweep(swept, metric="nll"))) == 1
+        page = plot_sweep(swept, way={"range": "percentile:99.9", "symmetric": False})
+        assert "percentile:99.9, tensor, asymmetric" in page.get_suptitle()
+
+    def test_ranges_are_a_panel_a_granularity(self, results):
+        swept = results(made_up(["plain", "diff"], WAYS, ["perplexity", "nll"]))
+        page = plot_sweep(swept, "ranges", model="diff")
+        tensor, of_row = self.axes(page)
+        assert [tensor.get_title(), of_row.get_title()] == ["tensor", "row"]
+        assert [len(ax.containers) for ax in (tensor, of_row)] == [3, 1]
+        assert tensor.get_ylim() == of_row.get_ylim()
+        assert "percentile:99.9, asymmetric" in self.labels(page)
+        colors = {text: c.lines[0].get_color() for c, text in zip(
+            tensor.containers, ("dynamic", "percentile", "asymmetric"), strict=True)}  # fmt: skip
+        assert colors["percentile"] == colors["asymmetric"] != colors["dynamic"]
+        assert page.get_suptitle().startswith("diff")
+
+    def test_data_are_what_is_drawn(self, results):
+        swept = results(made_up(["plain", "diff"], WAYS))
+        data = sweep_figure_data(swept)
+        assert list(data.columns) == [
+            "evaluation", "metric", "model", "site", "range", "granularity", "symmetric", "bits",
+            "value", "stderr", "count",
+        ]  # fmt: skip
+        assert len(data) == 8
+        assert len(sweep_figure_data(swept, "ranges", model="diff")) == 16
+        line = plot_sweep(swept).axes[0].containers[1].lines[0]
+        assert list(line.get_ydata()) == list(data.query("model == 'diff'")["value"])
+
+    def test_published_lines_are_drawn_on_demand(self, results):
+        swept = results(made_up(["m"], WAYS[:1], ["acc"], "choice:b.jsonl"))
+        assert not self.labels(plot_sweep(swept))
+        page = plot_sweep(swept, published=True)
+        assert self.labels(page) == ["m", "DIFF-3B, published", "Transformer-3B, published"]
+        dashed = [line for line in page.axes[0].lines if line.get_linestyle() == "--"]
+        assert [list(line.get_ydata()) for line in dashed] == [
+            list(values.values()) for values in FIGURE_8.values()
+        ]
+
+    def test_a_divergence_of_zero_has_no_place_on_a_logarithmic_axis(self, results):
+        page = plot_sweep(results(made_up(["m"], WAYS[:1], ["kl"], "divergence")))
+        (ax,) = self.axes(page)
+        assert ax.get_yscale() == "log"
+        assert pd.isna(ax.containers[0].lines[0].get_ydata()[0])
+        assert ax.get_ylim()[0] > 1e-10
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"kind": "pie"}, ("pie", "ranges")),
+            ({"kind": "ranges", "model": "nobody"}, ("nobody", "plain")),
+            ({"metric": "acc"}, ("nothing to draw",)),
+            ({"way": {"range": "mse"}}, ("nothing to draw",)),
+            ({"way": {"colour": "red"}}, ("colour", "granularity")),
+        ],
+    )
+    def test_refusals(self, results, options, words):
+        swept = results([line for line in made_up(["plain"], WAYS) if line["site"]])
+        with pytest.raises(UsageError) as refusal:
+            plot_sweep(swept, **options)
+        for word in words:
+            assert word in str(refusal.value)
+
+    def test_saved_files(self, results, tmp_path):
+        swept = results(made_up(["plain", "diff"], WAYS))
+        files = save_sweep_figures(swept, tmp_path / "figures")
+        names = ["bits", "ranges-1-plain", "ranges-2-diff"]
+        assert [path.name for path in files] == [
+            f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "csv")
+        ]
+        again = save_sweep_figures(swept, tmp_path / "again")
+        assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again]
+        one = SweepResults.load(write_sweep(tmp_path / "one", made_up(["plain"], WAYS[:1])))
+        names = {path.name for path in save_sweep_figures(one, tmp_path / "few")}
+        assert names == {"bits.png", "bits.svg", "bits.csv"}
+
+    def test_a_figure_a_site(self, results, tmp_path):
+        rows = made_up(["m"], WAYS[:1])
+        keys = {"site": "keys", "granularity": "token"}
+        swept = results(
+            rows + [line | keys | {"cell": line["cell"] + "k"} for line in rows if line["site"]]
+        )
+        files = {path.name for path in save_sweep_figures(swept, tmp_path / "figures")}
+        names = ("bits-attention_logits", "bits-keys", "sites")
+        assert files == {f"{name}.{suffix}" for name in names for suffix in ("png", "svg", "csv")}
+        assert "keys, dynamic, token" in plot_sweep(swept, way={"site": "keys"}).get_suptitle()
+        page = plot_sweep(swept, "sites")
+        assert self.labels(page) == ["attention logits, tensor", "keys, token"]
+        (ax,) = self.axes(plot_sweep(swept, "ranges", way={"site": "keys"}))
+        assert ax.get_title() == "token"
+
+    def test_nothing_is_saved_of_nothing(self, results, tmp_path):
+        failed = {"status": "error", "error": "no", "metric": None, "value": None}
+        assert save_sweep_figures(results([row("a", "m", **failed)]), tmp_path / "none") == []

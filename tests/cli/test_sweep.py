@@ -1,0 +1,235 @@
+"""`quantdiff sweep` as a user runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from quantdiff.analysis.sweep import SweepResults
+from quantdiff.cli import main
+from tests.analysis.sweep import counted
+from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
+
+TEXT = "the king and the sea and the whale in the winter " * 30
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    top = tmp_path_factory.mktemp("models")
+    return [
+        str(save_tiny(top / "plain", tiny_llama())),
+        str(save_tiny(top / "diff", tiny_diffllama())),
+    ]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("questions") / "questions.jsonl"
+    lines = [{"query": f"the {n}", "choices": ["king", "whale"], "gold": 0} for n in "abcd"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def small(run, models, text, tmp_path):
+    """Run a short sweep of one model, with more arguments."""
+
+    def small(*more, models=models[:1], out=tmp_path / "out"):
+        more = more if "--eval" in more else (*more, "--eval", "perplexity")
+        return run(
+            "sweep", *models, "--data", text, "--tokens", 96, "--seq-len", 24,
+            "--calibration-tokens", 96, "--device", "cpu", "--out", out, *more,
+        )  # fmt: skip
+
+    return small
+
+
+def refused(result, *words):
+    """Exit code 2, one sentence on stderr that has the words, no traceback."""
+    code, out, err = result
+    assert code == 2, (code, out, err)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    for word in words:
+        assert word in lines[0]
+
+
+def test_writes_results_items_and_figures(small, models, tmp_path):
+    code, shown, err = small(
+        "--bits", "16", "--bits", "4", "--range", "dynamic,mse", "--granularity", "tensor,row",
+        "--asymmetric", "--eval", "perplexity", "--eval", "divergence", models=models,
+    )  # fmt: skip
+    assert code == 0
+    results = SweepResults.load(tmp_path / "out")
+    assert results.missing == 0
+    # 16 bits, and 4 bits in 3 ways on 2 grids, for 2 evaluations of 2 models.
+    assert len(results.record["cells"]) == (1 + 3 * 2) * 2 * 2
+    assert "28 of 28 cells" in shown
+    for word in ("plain", "diff", "perplexity", "kl", "agreement", str(tmp_path / "out")):
+        assert word in shown
+    assert err.count("note: left out") == 1
+    assert "--granularity tensor,row" in results.record["commands"][0]
+    names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert {"bits.png", "bits.svg", "bits.csv"} <= names
+    assert len(names) == 9
+    assert len(list((tmp_path / "out" / "items").iterdir())) == 28
+    # In a log: a line a cell, with the time left.
+    assert "28 of 28 cells, 0:00:00 left" in err
+    code, again, err = small("--bits", "16,4", models=models)
+    assert code == 0
+    assert "note: 4 of 4 cells are finished already" in err
+    assert again == shown
+
+
+def test_json_is_the_file(small, tmp_path):
+    code, out, err = small("--bits", "16,4", "--json")
+    assert code == 0
+    told = json.loads(out)
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert told["results"] == [json.loads(line) for line in lines]
+    assert (told["cells"], told["missing"]) == (2, 0)
+    assert "cells," not in err
+
+
+def test_published_lines(small, questions):
+    code, shown, _ = small("--bits", "16,4", "--eval", f"choice:{questions}", "--published")
+    assert code == 0
+    assert "2410.05258" in shown
+    code, shown, err = small("--bits", "16,4", "--published", "--overwrite")
+    assert code == 0
+    assert "2410.05258" not in shown
+    assert "note: no accuracy" in err
+
+
+def test_a_failing_cell_is_told_and_the_exit_code_is_1(small, tmp_path):
+    unregister = counted.register()
+    try:
+
+        def fail(call):
+            if call == 2:
+                raise RuntimeError("no memory")
+
+        counted.on_run = fail
+        code, shown, _ = small("--bits", "16,8,4", "--eval", "counted")
+        assert code == 1
+        for word in ("1 failed", "no memory", "L8 dynamic tensor"):
+            assert word in shown
+        # A start that does not ask for the failed cell does well.
+        assert small("--bits", "16,4", "--eval", "counted")[0] == 0
+        assert small("--bits", "16,8,4", "--eval", "counted")[0] == 0
+    finally:
+        unregister()
+
+
+def test_ctrl_c_stops_and_the_next_start_goes_on(small, tmp_path):
+    unregister = counted.register()
+    try:
+
+        def press(call):
+            if call == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        counted.on_run = press
+        code, shown, err = small("--bits", "16,8,4", "--eval", "counted")
+        assert code == 130
+        assert "stopping" in err
+        assert "1 of 3 cells" in shown
+        counted.on_run = None
+        code, shown, _ = small("--bits", "16,8,4", "--eval", "counted")
+        assert code == 0
+        assert counted.calls == 4
+    finally:
+        unregister()
+
+
+def test_tables_of_a_calibration(run, small, models, text, tmp_path):
+    for number, model in enumerate(models):
+        code, _, _ = run(
+            "calibrate", model, "--tokens", 96, "--seq-len", 24, "--out", tmp_path / str(number)
+        )
+        assert code == 0
+    tables = ("--table", tmp_path / "0", "--table", tmp_path / "1")
+    code, _, _ = small("--bits", "4", "--range", "absmax", *tables, models=models)
+    assert code == 0
+    assert not (tmp_path / "out" / "calibration").exists()
+    refused(
+        small("--bits", "4", "--range", "absmax", *tables, "--data", "corpus:train",
+              out=tmp_path / "other", models=models),
+        "corpus:train", "calibrated on",
+    )  # fmt: skip
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("--bits", "high"), ("--bits", "high")),
+            (("--bits", "12"), ("12",)),
+            (("--bits", ","), ("empty", "bits")),
+            (("--range", "best"), ("best", "percentile")),
+            (("--range", "mse", "--granularity", "row"), ("empty", "row")),
+            (("--granularity", "channel"), ("channel", "head")),
+            (("--site", "nowhere"), ("nowhere", "attention_logits")),
+            (("--eval", "guess"), ("guess", "perplexity")),
+            (("--eval", "choice:none.jsonl"), ("none.jsonl",)),
+            (("--data", "corpus:train", "--range", "mse"), ("corpus:train", "calibrated on")),
+            (("--data", "none.txt"), ("none.txt",)),
+            (("--seq-len", 4096), ("4096", "128")),
+            (("--table", "none", "--range", "mse"), ("none", "calibration.json")),
+            (("--table", "none"), ("static",)),
+        ],
+    )
+    def test_one_sentence(self, small, arguments, words, tmp_path):
+        refused(small(*arguments), *words)
+        assert not (tmp_path / "out").exists()
+
+    def test_unknown_model(self, small):
+        refused(small(models=["no-such-model"]), "no-such-model")
+
+    def test_a_folder_of_another_sweep(self, small, models, tmp_path):
+        changed = tmp_path / "changed"
+        save_tiny(changed)
+        assert small("--bits", "4", models=[str(changed)])[0] == 0
+        save_tiny(changed, tiny_llama(seed=1))
+        refused(small("--bits", "4", models=[str(changed)]), "changed", "--overwrite")
+        assert small("--bits", "4", "--overwrite", models=[str(changed)])[0] == 0
+
+    def test_without_an_evaluation(self, run, models, tmp_path):
+        code, _, err = run("sweep", models[0], "--out", tmp_path)
+        assert code == 2
+        assert "--eval" in err
+
+
+def test_help_shows_examples():
+    result = subprocess.run([sys.executable, "-m", "quantdiff", "sweep", "--help"],
+                            capture_output=True, text=True, check=True)  # fmt: skip
+    for word in ("Examples", "--granularity", "torchrun"):
+        assert word in result.stdout
