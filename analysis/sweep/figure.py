@@ -22,6 +22,7 @@ from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.panels import Panel, first_way, panels, sweep_figure_data
 from quantdiff.analysis.text import literal, shorten, slug
 from quantdiff.files import write_bytes
+from quantdiff.quantization.scheme import SITES
 
 __all__ = ["has_accuracy", "plot_sweep", "save_sweep_figures"]
 
@@ -112,7 +113,8 @@ def save_sweep_figures(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     every = [line for measure in found for line in lines(results, measure)]
-    sites = list(dict.fromkeys(line.way[0] for line in every if line.way != NO_WAY))
+    # Schemes together have one point each, which "sites" shows side by side.
+    sites = [site for site in dict.fromkeys(line.way[0] for line in every) if site in SITES]
     figures: list[tuple[str, dict[str, Any]]] = []
     for site in sites or [None]:
         name = f"bits-{site}" if len(sites) > 1 else "bits"

@@ -6,15 +6,18 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from quantdiff.errors import UsageError
+from quantdiff.quantization import name_of
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["Cell", "SweepGrid", "distinct", "make_grid", "short_name"]
+__all__ = ["Cell", "SweepGrid", "Together", "cells_of", "distinct", "make_grid", "short_name"]
 
 _LETTERS = {
     "attention_logits": "L", "attention_maps": "P", "keys": "K", "values": "V",
     "linear_inputs": "A", "hidden_states": "H", "weights": "W",
 }  # fmt: skip
 _PROBE = 8  # bits with which a range is tried
+
+Together = tuple[Scheme, ...]  # the schemes of one cell; none for the model as it is
 
 
 class SweepGrid(NamedTuple):
@@ -31,13 +34,13 @@ class SweepGrid(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One evaluation of one model under one scheme.
+    """One evaluation of one model under one scheme, or several together.
 
     Attributes:
         id: hash of all that its result depends on.
         model: name of the model.
         evaluation: as the user wrote it.
-        scheme: None for the model as it is, which stands for 16 bits.
+        schemes: none for the model as it is, which stands for 16 bits.
         data: fingerprint of the evaluation's data.
         calibration: fingerprint of what a static range comes from; None for a dynamic one.
     """
@@ -45,28 +48,34 @@ class Cell:
     id: str
     model: str
     evaluation: str
-    scheme: Scheme | None
+    schemes: Together
     data: str
     calibration: str | None
 
     def fields(self) -> dict[str, Any]:
-        """What all lines of the cell in `results.jsonl` share, but for the data and the outcome."""
-        scheme = self.scheme
+        """What all lines of the cell in `results.jsonl` share, but for the data and the outcome.
+
+        Several schemes together have the sites of all, the fewest bits, and no range and
+        granularity in common; each is told in `options`.
+        """
+        scheme = self.schemes[0] if len(self.schemes) == 1 else None
         options: dict[str, Any] = {}
         if scheme is not None:
             options = {"symmetric": scheme.symmetric}
+        elif self.schemes:
+            options = {"schemes": [_told(one) for one in self.schemes]}
         if self.calibration is not None:
             options["calibration"] = self.calibration
         return {
             "cell": self.id,
             "model": self.model,
-            "scheme": short_name(scheme),
-            "site": scheme and scheme.site,
-            "bits": scheme.bits if scheme else 16,
+            "scheme": short_name(self.schemes),
+            "site": "+".join(one.site for one in self.schemes) or None,
+            "bits": min((one.bits for one in self.schemes), default=16),
             "range": scheme and scheme.range,
             "granularity": scheme and scheme.granularity,
             "options": options,
-            "causal": scheme.causal if scheme else True,
+            "causal": all(one.causal for one in self.schemes),
             "eval": self.evaluation,
         }
 
@@ -119,19 +128,39 @@ def make_grid(
 def distinct(schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
     """Each scheme once, with its range's parameter spelt out; at most one of 16 bits."""
     found: dict[Any, Scheme] = {}
-    for scheme in schemes:
-        if scheme.percentile is not None:
-            # As `percentile` and `percentile:99.90` are one range, they must be one cell.
-            scheme = replace(scheme, range=f"{scheme.observer}:{scheme.percentile:.12g}")  # noqa: PLW2901
+    for scheme in map(_spelt, schemes):
         found.setdefault(scheme if scheme.quantizes else None, scheme)
     return tuple(found.values())
 
 
-def short_name(scheme: Scheme | None) -> str:
-    """A scheme's name in a narrow column, such as `L4`; `fp` for the model as it is."""
-    if scheme is None:
-        return "fp"
-    return f"{_LETTERS[scheme.site]}{scheme.bits}"
+def cells_of(wanted: Iterable[Scheme | Iterable[Scheme]]) -> tuple[Together, ...]:
+    """What each cell computes with, once: single schemes, and schemes together."""
+    found: dict[frozenset[Scheme], Together] = {}
+    for entry in wanted:
+        given = (entry,) if isinstance(entry, Scheme) else entry
+        together = tuple(_spelt(scheme) for scheme in given if scheme.quantizes)
+        found.setdefault(frozenset(together), together)
+    return tuple(found.values())
+
+
+def _spelt(scheme: Scheme) -> Scheme:
+    """As `percentile` and `percentile:99.90` are one range, they must be one cell."""
+    if scheme.percentile is None:
+        return scheme
+    return replace(scheme, range=f"{scheme.observer}:{scheme.percentile:.12g}")
+
+
+def short_name(schemes: Together) -> str:
+    """A name for a narrow column, such as `L4` or `W8A8+KV8`; `fp` for the model as it is."""
+    if len(schemes) == 1:
+        return f"{_LETTERS[schemes[0].site]}{schemes[0].bits}"
+    return name_of(schemes)
+
+
+def _told(scheme: Scheme) -> dict[str, Any]:
+    names = ("site", "bits", "range", "granularity", "symmetric")
+    told: dict[str, Any] = {name: getattr(scheme, name) for name in names}
+    return told if scheme.layers is None else told | {"layers": list(scheme.layers)}
 
 
 def _check_each(

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +35,7 @@ def cell_id(
     evaluation: str,
     data: str,
     settings: Mapping[str, Any],
-    scheme: Scheme | None,
+    schemes: Sequence[Scheme],
     calibration: str | None,
 ) -> str:
     """The id of a cell: equal if and only if all is equal that the result depends on.
@@ -44,7 +44,7 @@ def cell_id(
         model: fingerprint.
         device: its type; a GPU sums in another order than a CPU.
         evaluation, data, settings: of the evaluation.
-        scheme: None for the model as it is.
+        schemes: none for the model as it is; their order does not matter.
         calibration: fingerprint of what a static range comes from.
     """
     return _hash({
@@ -53,7 +53,7 @@ def cell_id(
         "evaluation": evaluation,
         "data": data,
         "settings": settings,
-        "scheme": None if scheme is None else asdict(scheme),
+        "schemes": sorted((asdict(scheme) for scheme in schemes), key=lambda one: one["site"]),
         "calibration": calibration,
         "versions": deciding_versions(),
     })[:_LENGTH]  # fmt: skip

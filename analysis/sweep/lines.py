@@ -86,7 +86,9 @@ def lines(results: SweepResults, measure: Measure) -> list[Line]:
         if row["site"] is None:
             references[row["model"]] = row
             continue
-        way = (row["site"], row["range"], row["granularity"], row["options"]["symmetric"])
+        way = (row["site"], row["range"], row["granularity"], row["options"].get("symmetric"))
+        if "schemes" in row["options"]:  # its bits alone do not tell which it is
+            way = (row["scheme"], None, None, None)
         found[row["model"]].setdefault(way, {})[row["bits"]] = row
     result = []
     for model, ways in found.items():
@@ -109,7 +111,7 @@ def way_label(way: Way, leave_out: Collection[str] = ()) -> str:
     """
     told = dict(zip(WAYS, way, strict=True))
     told["site"] = str(told["site"]).replace("_", " ")
-    told["symmetric"] = None if told["symmetric"] else "asymmetric"
+    told["symmetric"] = "asymmetric" if told["symmetric"] is False else None
     return ", ".join(
         str(word) for name, word in told.items() if name not in leave_out and word is not None
     )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quantdiff.analysis.evaluation import Evaluation, Text, evaluation
-from quantdiff.analysis.sweep.grid import Cell
+from quantdiff.analysis.sweep.grid import Cell, Together
 from quantdiff.analysis.sweep.identity import cell_id, model_fingerprint
 from quantdiff.analysis.sweep.ranges import (
     Ranges,
@@ -23,7 +23,6 @@ from quantdiff.analysis.sweep.ranges import (
 )
 from quantdiff.calibration.running import model_device
 from quantdiff.models import describe, load
-from quantdiff.quantization.scheme import Scheme
 
 __all__ = ["Model", "Opened", "Request", "Shelf"]
 
@@ -36,7 +35,7 @@ class Request:
     """What is asked of a sweep; see `sweep`, whose arguments these are."""
 
     models: tuple[Model, ...]
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[Together, ...]
     evaluations: tuple[str, ...]
     out: Path
     text: Text
@@ -142,7 +141,7 @@ class Shelf:
             for wanted in request.evaluations
         }
         ranges = None
-        if any(scheme.static for scheme in request.schemes):
+        if any(scheme.static for together in request.schemes for scheme in together):
             ranges = self.tables.find(name, model, request.note) or calibrated(
                 name, model, tokenizer, tokens=request.calibration_tokens,
                 seq_len=request.text.seq_len, folder=folder_of(request.out, name, fingerprint),
@@ -153,8 +152,8 @@ class Shelf:
         device = model_device(model).type
         cells = {
             wanted: [
-                _cell(name, fingerprint, device, wanted, made, scheme, ranges)
-                for scheme in request.schemes
+                _cell(name, fingerprint, device, wanted, made, schemes, ranges)
+                for schemes in request.schemes
             ]
             for wanted, made in evaluations.items()
         }
@@ -167,14 +166,13 @@ def _cell(
     device: str,
     wanted: str,
     made: Evaluation,
-    scheme: Scheme,
+    schemes: Together,
     ranges: Ranges | None,
 ) -> Cell:
-    asked = scheme if scheme.quantizes else None
-    static = asked is not None and asked.static
+    static = any(scheme.static for scheme in schemes)
     calibration = ranges.fingerprint if static and ranges is not None else None
     identity = cell_id(
         model=fingerprint, device=device, evaluation=wanted, data=made.data,
-        settings=made.settings, scheme=asked, calibration=calibration,
+        settings=made.settings, schemes=schemes, calibration=calibration,
     )  # fmt: skip
-    return Cell(identity, name, wanted, asked, made.data, calibration)
+    return Cell(identity, name, wanted, schemes, made.data, calibration)

@@ -54,10 +54,9 @@ class Tracker:
 
     def begin(self, cell: Cell, units: int) -> None:
         """Start a cell of so many units of progress."""
-        scheme = cell.scheme
-        told = short_name(scheme)
-        if scheme is not None:
-            told += f" {scheme.range} {scheme.granularity}"
+        told = short_name(cell.schemes)
+        if len(cell.schemes) == 1:
+            told += f" {cell.schemes[0].range} {cell.schemes[0].granularity}"
         self._doing, self._kind = f"{_short(cell)} · {told}", (cell.model, cell.evaluation)
         self._begun, self._part, self._share = time.perf_counter(), 0.0, 1 / max(units, 1)
         self._report()

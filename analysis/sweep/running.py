@@ -9,7 +9,7 @@ import torch
 
 from quantdiff.analysis.evaluation import Stopped, Text
 from quantdiff.analysis.sweep.distributed import Processes
-from quantdiff.analysis.sweep.grid import Cell, distinct
+from quantdiff.analysis.sweep.grid import Cell, cells_of
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.planning import Model, Request, Shelf
 from quantdiff.analysis.sweep.progress import Progress
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 def sweep(
     models: Iterable[Model],
-    schemes: Iterable[Scheme],
+    schemes: Iterable[Scheme | Iterable[Scheme]],
     evaluations: Iterable[str],
     *,
     out: str | Path,
@@ -66,7 +66,9 @@ def sweep(
     Args:
         models: names that `quantdiff.load` takes, opened one after the other, or models that are
             in memory as (model, tokenizer, name).
-        schemes: such as `make_grid` makes; one of 16 bits stands for the model as it is.
+        schemes: such as `make_grid` makes, or several that are used together, such as
+            `quantdiff.quantization.schemes("W8A8")`; none, or one of 16 bits, stands for the model
+            as it is.
         evaluations: such as `perplexity`; see `quantdiff.analysis.evaluation.EVALUATIONS`.
         out: folder for the results.
         text: for the evaluations that run on text.
@@ -99,7 +101,7 @@ def sweep(
 
     request = Request(
         models=tuple(models),
-        schemes=distinct(schemes),
+        schemes=cells_of(schemes),
         evaluations=tuple(dict.fromkeys(evaluations)),
         out=Path(out),
         text=text or Text(),
@@ -144,7 +146,7 @@ def _check(request: Request, tables: Sequence[Any]) -> None:
     for name in request.names:
         if request.names.count(name) > 1:
             raise UsageError(f"{name} is named twice: give each model once, under its own name")
-    if tables and not any(scheme.static for scheme in request.schemes):
+    if tables and not any(one.static for together in request.schemes for one in together):
         raise UsageError(
             "a calibration table is for static ranges, and all ranges asked for are dynamic"
         )

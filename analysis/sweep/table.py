@@ -64,7 +64,7 @@ def failures_table(results: SweepResults) -> Table:
         table.add_column(word, overflow="fold")
     for row in results.failed:
         scheme = row["scheme"]
-        if row["site"] is not None:
+        if row["range"] is not None:
             scheme += f" {row['range']} {row['granularity']}"
         table.add_row(
             *(literal(word) for word in (row["model"], row["eval"], scheme, row["error"]))

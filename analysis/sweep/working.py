@@ -120,14 +120,14 @@ class Work:
                     self._succeed(cell, outcome, time.perf_counter() - begin)
 
     def _context(self, opened: Opened, cell: Cell) -> Callable[[], AbstractContextManager[Any]]:
-        scheme, table = cell.scheme, None
-        if scheme is None:
+        table = None
+        if not cell.schemes:
             return nullcontext
-        if scheme.static:
+        if any(scheme.static for scheme in cell.schemes):
             assert opened.ranges is not None
             self._tracker.prepare(cell, "calibration")
             table = opened.ranges.table()
-        return lambda: fake_quantize(opened.model, scheme, table=table)
+        return lambda: fake_quantize(opened.model, *cell.schemes, table=table)
 
     def _succeed(self, cell: Cell, outcome: Outcome, seconds: float) -> None:
         rows = [

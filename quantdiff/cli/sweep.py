@@ -13,6 +13,7 @@ from quantdiff.cli import common
 
 if TYPE_CHECKING:
     from quantdiff.analysis.sweep import Progress, SweepResults
+    from quantdiff.quantization import Scheme
 
 EPILOG = """
 Examples:
@@ -25,6 +26,9 @@ Examples:
 
   quantdiff sweep runs/plain runs/diff --bits 16,8,6,4 --eval choice:questions.jsonl
   --eval lm-eval:hellaswag --published --out runs/figure-8
+
+  quantdiff sweep smollm2-135m --scheme W8A8,W4g64A16,KV8,KV4,W8A8+KV8+L6 --eval divergence
+  --out runs/deployed
 
   torchrun --nproc-per-node 8 -m quantdiff sweep my/model --eval perplexity --out runs/many
 """
@@ -59,8 +63,22 @@ def sweep(
     ],
     bits: Annotated[
         list[str],
-        typer.Option("--bits", help="2 to 8; 16 is the model as it is. Lists have commas."),
-    ] = ["16,8,6,4"],  # noqa: B006  (typer copies it)
+        typer.Option(
+            "--bits",
+            help="2 to 8; 16 is the model as it is. Lists have commas. Default: 16,8,6,4, or 16 "
+            "with --scheme.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006  (typer copies it)
+    together: Annotated[
+        list[str],
+        typer.Option(
+            "--scheme",
+            help="Sites together, by a short name: W8A8, W4g64A16+KV4, W8A8+L6. W weights, A "
+            "linear inputs, KV keys and values, L logits, P maps, H hidden states.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
     sites: Annotated[
         list[str],
         typer.Option(
@@ -128,9 +146,12 @@ def sweep(
     from quantdiff.analysis.sweep import SweepResults, make_grid
     from quantdiff.analysis.sweep import sweep as run
     from quantdiff.analysis.sweep.distributed import is_first
+    from quantdiff.quantization import schemes
 
+    named = [schemes(name) for name in _listed(together)]
+    widths = _listed(bits or ["16" if named else "16,8,6,4"])
     grid = make_grid(
-        bits=_whole_numbers(_listed(bits)), ranges=_listed(ranges),
+        bits=_whole_numbers(widths), ranges=_listed(ranges),
         granularities=_listed(granularities) or [""], sites=_listed(sites),
         symmetric=(True, False) if asymmetric else (True,),
     )  # fmt: skip
@@ -141,6 +162,8 @@ def sweep(
     if first:
         for sentence in grid.notes:
             _note(sentence)
+        for name, together_ in zip(_listed(together), named, strict=True):
+            _note(f"{name}: {'; '.join(map(_in_words, together_)) or 'not quantized'}")
     stopped = False
     with (
         common.warnings_as_notes(),
@@ -149,7 +172,7 @@ def sweep(
     ):
         try:
             results = run(
-                models, grid.schemes, evaluations, out=out,
+                models, [*grid.schemes, *named], evaluations, out=out,
                 text=Text(data, tokens, seq_len), tables=tables,
                 calibration_tokens=calibration_tokens, batch_size=batch_size, overwrite=overwrite,
                 dtype=dtype, device=device, attention=attention,
@@ -185,6 +208,12 @@ def _whole_numbers(entries: list[str]) -> list[int]:
         if not entry.isdecimal():
             raise UsageError(f"--bits takes whole numbers, such as 16,8,6,4, and not {entry!r}")
     return [int(entry) for entry in entries]
+
+
+def _in_words(scheme: "Scheme") -> str:
+    """What stands behind a part of a short name."""
+    grid = "symmetric" if scheme.symmetric else "asymmetric"
+    return f"{scheme.site} {scheme.bits} bits, {scheme.range}, {scheme.granularity}, {grid}"
 
 
 def _note(sentence: str) -> None:

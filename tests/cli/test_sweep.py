@@ -233,3 +233,31 @@ def test_help_shows_examples():
                             capture_output=True, text=True, check=True)  # fmt: skip
     for word in ("Examples", "--granularity", "torchrun"):
         assert word in result.stdout
+
+
+def test_sites_together_by_short_names(small, tmp_path):
+    code, shown, err = small("--scheme", "W8A8,W4A8", "--scheme", "W8A8+KV4+L6")
+    assert code == 0
+    assert "note: W4A8: weights 4 bits, dynamic, channel, symmetric; linear_inputs 8 bits" in err
+    results = SweepResults.load(tmp_path / "out")
+    found = {row["scheme"]: row for row in results.rows if row["metric"] == "perplexity"}
+    assert list(found) == ["fp", "W8A8", "W4A8", "W8A8+KV4+L6"]
+    assert found["W8A8"]["site"] == "weights+linear_inputs"
+    assert [found[name]["bits"] for name in found] == [16, 8, 4, 4]
+    assert found["W8A8+KV4+L6"]["causal"] is False
+    assert [one["site"] for one in found["W8A8+KV4+L6"]["options"]["schemes"]] == [
+        "weights", "linear_inputs", "keys", "values", "attention_logits"
+    ]  # fmt: skip
+    assert found["W8A8"]["value"] != found["W4A8"]["value"]
+    for name in found:
+        assert name == "fp" or name in shown
+    assert (tmp_path / "out" / "figures" / "sites.png").exists()
+    # A part of it again, beside a grid of its own, computes only what is new.
+    code, _, err = small("--scheme", "A8W8", "--bits", "16,4", "--site", "keys")
+    assert code == 0
+    assert "2 of 3 cells are finished already" in err
+
+
+def test_short_names_that_are_none(small):
+    refused(small("--scheme", "W0A8"), "W0 in 'W0A8': bits are 2 to 8")
+    refused(small("--scheme", "Q4"), "unknown short name 'Q4'")

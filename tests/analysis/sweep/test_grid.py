@@ -2,6 +2,7 @@ import pytest
 
 from quantdiff import Scheme, UsageError
 from quantdiff.analysis.sweep import make_grid
+from quantdiff.analysis.sweep.grid import Cell, cells_of
 
 
 def ways(grid):
@@ -83,3 +84,17 @@ def test_refusals(axes, words):
 def test_schemes_are_those_that_fake_quantize_takes():
     (scheme,) = make_grid(bits=(4,), ranges=("entropy",), granularities=("head",)).schemes
     assert scheme == Scheme("attention_logits", 4, "entropy", "head")
+
+
+def test_schemes_together_are_one_cell_whatever_their_order():
+    w, a = Scheme("weights", 8, granularity="channel"), Scheme("linear_inputs", 8)
+    none = Scheme("keys", 16)
+    found = cells_of([w, (w, a), [a, w], (w, none), none, ()])
+    assert found == ((w,), (w, a), ())
+    cell = Cell("1", "model", "perplexity", (w, a), "data", None)
+    assert cell.fields()["scheme"] == "W8A8"
+    assert cell.fields()["range"] is None
+    assert cell.fields()["options"]["schemes"][1] == {
+        "site": "linear_inputs", "bits": 8, "range": "dynamic", "granularity": "tensor",
+        "symmetric": True,
+    }  # fmt: skip

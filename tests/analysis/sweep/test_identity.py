@@ -9,7 +9,7 @@ from tests.tiny import save_tiny, tiny_ids, tiny_llama, tiny_tokenizer
 
 PARTS = {
     "model": "m", "device": "cpu", "evaluation": "perplexity", "data": "d",
-    "settings": {"version": 1}, "scheme": Scheme("attention_logits", 4), "calibration": None,
+    "settings": {"version": 1}, "schemes": [Scheme("attention_logits", 4)], "calibration": None,
 }  # fmt: skip
 
 
@@ -21,9 +21,9 @@ PARTS = {
         {"evaluation": "divergence"},
         {"data": "e"},
         {"settings": {"version": 2}},
-        {"scheme": None},
-        {"scheme": Scheme("attention_logits", 4, symmetric=False)},
-        {"scheme": Scheme("attention_logits", 4, granularity="row")},
+        {"schemes": []},
+        {"schemes": [Scheme("attention_logits", 4, symmetric=False)]},
+        {"schemes": [Scheme("attention_logits", 4, granularity="row")]},
         {"calibration": "c"},
     ],
 )

@@ -6,7 +6,7 @@ from quantdiff.analysis.sweep.grid import Cell
 
 
 def cell(number, evaluation="perplexity", model="folder/m"):
-    return Cell(f"{evaluation}{number}", model, evaluation, None, "d", None)
+    return Cell(f"{evaluation}{number}", model, evaluation, (), "d", None)
 
 
 @pytest.fixture
