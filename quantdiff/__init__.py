@@ -4,9 +4,16 @@ The public names are gathered here and imported when they are first used, so tha
 package stays quick.
 """
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from quantdiff.errors import MissingExtraError, QuantizationError, RecordingError, UsageError
+from quantdiff.errors import (
+    MissingExtraError,
+    QuantizationError,
+    RecordingError,
+    UsageError,
+    VerificationError,
+)
 from quantdiff.lazy import lazy_names
 from quantdiff.versions import VERSION
 
@@ -14,8 +21,10 @@ if TYPE_CHECKING:
     from quantdiff.analysis.figures import plot
     from quantdiff.calibration.calibrating import calibrate
     from quantdiff.calibration.table import CalibrationTable
+    from quantdiff.export.exporting import export
+    from quantdiff.export.loading import load
+    from quantdiff.export.verifying import verify
     from quantdiff.hooks import Recorder, record
-    from quantdiff.models import load
     from quantdiff.quantization import Scheme, fake_quantize
     from quantdiff.statistics.profile import Profile
 
@@ -28,12 +37,15 @@ __all__ = [
     "RecordingError",
     "Scheme",
     "UsageError",
+    "VerificationError",
     "__version__",
     "calibrate",
+    "export",
     "fake_quantize",
     "load",
     "plot",
     "record",
+    "verify",
 ]
 
 __version__ = VERSION
@@ -45,9 +57,15 @@ _HOME = {
     "Scheme": "quantdiff.quantization",
     "calibrate": "quantdiff.calibration.calibrating",
     "fake_quantize": "quantdiff.quantization",
-    "load": "quantdiff.models",
+    "load": "quantdiff.export.loading",
     "plot": "quantdiff.analysis.figures",
     "record": "quantdiff.hooks",
+    "verify": "quantdiff.export.verifying",
 }
 
-__getattr__, __dir__ = lazy_names("quantdiff", _HOME)
+_find, __dir__ = lazy_names("quantdiff", _HOME | {"export": "quantdiff.export"})
+
+
+def __getattr__(name: str) -> Any:
+    # The package itself, which can be called: imported, it takes its name's place here anyway.
+    return import_module("quantdiff.export") if name == "export" else _find(name)

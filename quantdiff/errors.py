@@ -6,6 +6,7 @@ __all__ = [
     "RecordingError",
     "UnknownLayoutWarning",
     "UsageError",
+    "VerificationError",
     "require",
 ]
 
@@ -27,6 +28,10 @@ class RecordingError(UsageError):
 
 class QuantizationError(UsageError):
     """A model, or a call of it, that cannot be quantized as asked and is refused."""
+
+
+class VerificationError(RuntimeError):
+    """A checkpoint is not what was measured; the command line prints it and exits with code 1."""
 
 
 class UnknownLayoutWarning(UserWarning):

@@ -103,7 +103,10 @@ def _stage(out: Path, made: list[Path]) -> Path:
 
 
 def _deliver(stage: Path, out: Path, marker: str, owned: Sequence[str]) -> None:
-    out.mkdir(exist_ok=True)
+    if not out.exists():  # all at once, even if the process is killed now
+        stage.chmod(0o777 & ~_umask())
+        stage.rename(out)
+        return
     # Without its marker the earlier run is no run: a reader never meets a mixture of two.
     (out / marker).unlink(missing_ok=True)
     for pattern in owned:

@@ -38,8 +38,9 @@ SHARES = {
     "attention": 0.45,
     "recording": 0.58,
     "maps": 0.63,
-    "quantization": 0.72,
-    "timing": 0.84,
+    "quantization": 0.70,
+    "export": 0.76,
+    "timing": 0.85,
     "flex recording": 0.91,
     "flex attention": 1.00,
 }
@@ -70,6 +71,11 @@ def parts(place: Place) -> dict[str, Callable[[], list[Check]]]:
 
         return quantization_checks(place)
 
+    def export() -> list[Check]:
+        from gpu_checks.exports import export_checks
+
+        return export_checks(place)
+
     def lse() -> list[Check]:
         from gpu_checks.logits import lse_checks
 
@@ -98,6 +104,7 @@ def parts(place: Place) -> dict[str, Callable[[], list[Check]]]:
         "recording": lambda: recording(False),
         "maps": maps,
         "quantization": quantization,
+        "export": export,
         "timing": timing,
         "flex recording": lambda: recording(True),
         "flex attention": lambda: attention(True),

@@ -15,7 +15,7 @@ import torch
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 PARTS = {
     "environment", "log-sum-exp", "tf32", "attention", "recording", "maps",
-    "quantization", "timing", "flex recording", "flex attention",
+    "quantization", "export", "timing", "flex recording", "flex attention",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ FOLDERS = {
     "models": ROOT / "models",
     "hooks": ROOT / "hooks",
     "quantization": ROOT / "quantization",
+    "export": ROOT / "export",
     "calibration": Path(quantdiff.calibration.__file__).parent,
     "analysis": Path(quantdiff.analysis.__file__).parent,
     "cli": ROOT / "cli",
@@ -30,9 +31,10 @@ ALLOWED = {
     "models": {"attention"},
     "hooks": {"attention", "models", "statistics"},
     "quantization": CORE,
+    "export": CORE | {"quantization"},
     "calibration": CORE | {"quantization"},
-    "analysis": CORE | {"quantization", "calibration"},
-    "cli": CORE | {"quantization", "calibration", "analysis"},
+    "analysis": CORE | {"quantization", "export", "calibration"},
+    "cli": CORE | {"quantization", "export", "calibration", "analysis"},
 }
 
 

@@ -11,7 +11,16 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line; a user's mistake ends with one line on stderr and exit code 2."""
-    from quantdiff.cli import calibrate, convert, profile  # noqa: F401  (they register themselves)
+    # They register themselves.
+    from quantdiff.cli import (  # noqa: F401
+        calibrate,
+        convert,
+        export,
+        models,
+        profile,
+        sweep,
+        verify,
+    )
 
     try:
         app(prog_name="quantdiff")

@@ -22,7 +22,7 @@ ARCHITECTURES: dict[str, str] = {"diff_v2": "quantdiff.models.diff_v2"}
 
 # File that marks a folder whose weights transformers cannot read -> module with
 # `open_model(checkpoint, config, dtype, device, attention) -> model`, which raises UsageError.
-FORMATS: dict[str, str] = {}
+FORMATS: dict[str, str] = {"quanto_qmap.json": "quantdiff.models.quanto"}
 
 
 def known_names() -> tuple[str, ...]:

@@ -1,0 +1,221 @@
+"""`quantdiff export`: a quantized checkpoint that is proven to reload."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantdiff.cli import common
+
+if TYPE_CHECKING:
+    from quantdiff.calibration import CalibrationTable
+    from quantdiff.export import Exported
+    from quantdiff.quantization import Scheme
+
+EPILOG = """
+Examples:
+
+  quantdiff export smollm2-135m --format bnb-nf4 --out runs/smollm2-nf4
+
+  quantdiff export smollm2-135m --format bf16 --bits 6 --granularity head --out runs/logits-6
+
+  quantdiff export ./my-model --format ct-w4a16 --bits 8 --range percentile:99.9
+  --table runs/table --out runs/w4
+
+Formats: bf16, fp16; bnb-int8, bnb-nf4, bnb-fp4 (bitsandbytes); quanto-int8, quanto-int4,
+quanto-int2, quanto-fp8 (optimum-quanto); ct-w8a16, ct-w4a16, ct-w8a8 (compressed-tensors, which
+vLLM reads); gptq-4bit, gptq-8bit (gptqmodel, on a GPU).
+"""
+
+
+@common.app.command(epilog=EPILOG)
+def export(
+    model: common.Model,
+    format_: Annotated[str, typer.Option("--format", help="Of the weights; see below.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")],
+    sites: Annotated[
+        list[str],
+        typer.Option("--site", help="What is quantized beside the weights; may repeat."),
+    ] = ["attention_logits"],  # noqa: B006  (typer copies it)
+    bits: Annotated[
+        list[int],
+        typer.Option(
+            "--bits",
+            help="2 to 8, for the site; once a --site, or once for all. Without it the weights "
+            "alone are quantized.",
+        ),
+    ] = [],  # noqa: B006
+    range_: Annotated[
+        str,
+        typer.Option("--range", help="dynamic, or static: absmax, percentile[:P], mse, entropy."),
+    ] = "dynamic",
+    granularity: Annotated[
+        str, typer.Option("--granularity", help="tensor, head or row; other sites have their own.")
+    ] = "",
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="An asymmetric grid for the sites.")
+    ] = False,
+    table: Annotated[
+        Path | None,
+        typer.Option("--table", help="A folder that quantdiff calibrate wrote, for static ranges."),
+    ] = None,
+    double_quant: Annotated[
+        bool,
+        typer.Option("--double-quant", help="Quantize the scales of bnb-nf4 and bnb-fp4 too."),
+    ] = False,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Of a weight file, such as 500MB.")
+    ] = "5GB",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Perplexity, KL and agreement with the source, for the model card.",
+        ),
+    ] = True,
+    data: common.Data = "corpus",
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to measure on.")] = 4096,
+    seq_len: Annotated[
+        int | None,
+        typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
+    ] = None,
+    calibration_data: Annotated[
+        str, typer.Option("--calibration-data", help="Text that GPTQ is calibrated on.")
+    ] = "corpus:train",
+    calibration_tokens: Annotated[
+        int, typer.Option("--calibration-tokens", help="How much of it.")
+    ] = 65536,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the export that is in --out.")
+    ] = False,
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    trust_remote_code: common.TrustRemoteCode = False,
+    as_json: common.Json = False,
+) -> None:
+    """Quantize a model's weights into a checkpoint, and prove that it reloads as measured."""
+    from quantdiff.analysis.evaluation import Text
+    from quantdiff.analysis.exported import measuring
+    from quantdiff.calibration import CalibrationTable, text_windows
+    from quantdiff.errors import UsageError, VerificationError
+    from quantdiff.export.exporting import check_out
+    from quantdiff.export.exporting import export as run
+    from quantdiff.export.formats import Options, find_format
+    from quantdiff.models import load
+    from quantdiff.models.options import resolve_device
+
+    # All that can be refused before a large model is loaded.
+    chosen = find_format(format_)
+    chosen.check(Options(double_quant), resolve_device(device))
+    check_out(out, overwrite)
+    schemes = _schemes(sites, bits, range_, granularity, asymmetric)
+    ranges = None if table is None else CalibrationTable.load(table)
+    for scheme in schemes:
+        if scheme.static and ranges is None:
+            raise UsageError(
+                f"the range {scheme.range} comes from a calibration: give --table, a folder that "
+                "quantdiff calibrate wrote"
+            )
+    common.silence_libraries()
+    loaded, tokenizer = load(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    calibration: tuple[Any, ...] = ()
+    if chosen.calibrated:
+        length = min(seq_len or 2048, 2048)
+        windows = text_windows(
+            calibration_data, tokenizer, tokens=calibration_tokens, seq_len=length
+        )
+        calibration = tuple(windows.windows)
+    function = None
+    if measure:
+        progress = _Progress()
+        measured, total = measuring(
+            loaded, tokenizer, Text(data, tokens, seq_len), calibrated_on=_fingerprint(ranges),
+            progress=progress,
+        )  # fmt: skip
+        bar = common.token_progress("measuring", total, quiet=as_json)
+        function = _shown(measured, bar, progress)
+    try:
+        exported = run(
+            loaded, tokenizer, out, format=format_, schemes=schemes, table=ranges,
+            double_quant=double_quant, calibration=calibration, max_shard_size=max_shard_size,
+            overwrite=overwrite, measure=function, command=common.command_line(),
+            report=None if as_json else _report,
+        )  # fmt: skip
+    except VerificationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise typer.Exit(1) from None
+    if as_json:
+        print(json.dumps(exported.to_json(), ensure_ascii=False, allow_nan=False))
+    else:
+        _print(exported)
+
+
+class _Progress:
+    """A progress function whose bar appears later."""
+
+    def __init__(self) -> None:
+        self.tell: Any = None
+
+    def __call__(self, tokens: int) -> None:
+        self.tell(tokens)
+
+
+def _shown(function: Any, bar: Any, told: _Progress) -> Any:
+    """The measurement with its progress bar, which must not stand there before it begins."""
+
+    def measure(copy: Any) -> Any:
+        with bar as told.tell:
+            return function(copy)
+
+    return measure
+
+
+def _fingerprint(table: "CalibrationTable | None") -> str | None:
+    return None if table is None else table.data.get("fingerprint")
+
+
+def _schemes(
+    sites: list[str], bits: list[int], range_: str, granularity: str, asymmetric: bool
+) -> list["Scheme"]:
+    from quantdiff.errors import UsageError
+    from quantdiff.quantization import Scheme
+
+    if not bits:
+        if range_ != "dynamic" or granularity or asymmetric:
+            raise UsageError("--range, --granularity and --asymmetric need --bits")
+        return []
+    if len(bits) == 1:
+        bits = bits * len(sites)
+    if len(bits) != len(sites):
+        raise UsageError(
+            f"{len(bits)} --bits for {len(sites)} --site: give one each, or one --bits"
+        )
+    return [
+        Scheme(site, width, range_, granularity, symmetric=not asymmetric)
+        for site, width in zip(sites, bits, strict=True)
+    ]
+
+
+def _report(step: str) -> None:
+    sys.stderr.write(f"{step}\n")
+
+
+def _print(exported: "Exported") -> None:
+    from rich.console import Console
+
+    from quantdiff.analysis.exported import export_table
+    from quantdiff.export.card import scheme_in_words
+
+    console = Console()
+    console.print(export_table(exported))
+    for scheme in exported.schemes:
+        console.print(f"with {scheme_in_words(scheme)}", highlight=False, soft_wrap=True)
+    if exported.measured:
+        console.print(f"measured on {exported.measured['data']}", highlight=False, soft_wrap=True)
+    if exported.verification is not None:
+        for check in exported.verification.checks:
+            console.print(f"{check.name}: {check.detail}", markup=False, highlight=False,
+                          soft_wrap=True)  # fmt: skip
+    console.print(f"written to {exported.folder}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,124 @@
+"""The model card of an exported folder: what it is, what it costs, how to load it."""
+
+from typing import Any
+
+from quantdiff.export.formats import Format
+from quantdiff.export.result import Exported
+from quantdiff.quantization import Scheme
+from quantdiff.versions import versions
+
+__all__ = ["card", "scheme_in_words"]
+
+_ROWS = (
+    ("perplexity", "perplexity", ",.3f"),
+    ("kl", "KL from the source, nats a token", ",.5f"),
+    ("agreement", "same top-1 token as the source", ".2%"),
+)
+
+
+def card(exported: Exported, chosen: Format, content: dict[str, Any], name: str) -> str:
+    """Markdown.
+
+    Args:
+        exported: what was written; its verification is yet to come.
+        chosen: the format.
+        content: of `quantdiff.json`.
+        name: of the folder.
+    """
+    code = chosen.snippet.format(
+        folder=name, trust=_trust(content), register=_register(content)
+    ).replace("\n\n\n", "\n\n")
+    parts = [
+        "---\nlibrary_name: transformers\ntags:\n- quantized\n- quantdiff\n---",
+        f"# {name}: {exported.model} with {chosen.title}",
+        _made(exported, chosen, content),
+        _table(exported),
+        "## Load it",
+        f"It is read by {chosen.readers}.",
+        f"```python\n{code}\n```",
+    ]
+    if exported.schemes:
+        schemes = "; ".join(map(scheme_in_words, exported.schemes))
+        parts += [
+            f"That gives the weights alone. With its activations quantized as they were measured "
+            f"({schemes}):",
+            f'```python\nimport quantdiff\n\nmodel, tokenizer = quantdiff.load("{name}")\n```',
+        ]
+        if content["calibration"]:
+            data = content["calibration"]["data"] or {}
+            parts.append(
+                f"The static ranges are from {data.get('tokens', 0):,} tokens of "
+                f"{data.get('source') or 'a batch'}."
+            )
+    parts += [
+        "## How it was made",
+        *([f"```\n{content['command']}\n```"] if content["command"] else []),
+        "`quantdiff verify` compares the folder with what was measured. "
+        + ", ".join(
+            f"{package} {version}"
+            for package, version in (_versions(content) | content["packages"]).items()
+        )
+        + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def scheme_in_words(scheme: Scheme) -> str:
+    """For example `attention logits at 4 bits, dynamic range a tensor, symmetric`."""
+    grid = "symmetric" if scheme.symmetric else "asymmetric"
+    site = scheme.site.replace("_", " ")
+    told = f"{site} at {scheme.bits} bits, {scheme.range} range a {scheme.granularity}, {grid}"
+    if scheme.layers is None:
+        return told
+    return f"{told}, in layer{'s' * (len(scheme.layers) > 1)} {', '.join(map(str, scheme.layers))}"
+
+
+def _made(exported: Exported, chosen: Format, content: dict[str, Any]) -> str:
+    """What was made of what."""
+    how, made = content["export"], "Exported by quantdiff from "
+    source = (
+        f"`{exported.model}` ({content['model']['family']}, {exported.parameters:,} parameters)"
+    )
+    if not how["kept"]:
+        return f"{made}{source} with {chosen.title}."
+    double = " with double quantization" if how["double_quant"] else ""
+    kept = ", ".join(f"`{name}`" for name in how["kept"])
+    return (
+        f"{made}{source} as `{exported.format}`{double}. Linear layers are quantized but for "
+        f"{kept}: {how['share']:.0%} of the parameters; all else is {how['dtype']}."
+    )
+
+
+def _table(exported: Exported) -> str:
+    bits = 8 * exported.source_bytes / exported.parameters
+    rows = [
+        ("", "source", "this checkpoint"),
+        ("---", "---", "---"),
+        ("size of the weights", f"{exported.source_bytes / 1e6:,.1f} MB",
+         f"{exported.bytes / 1e6:,.1f} MB"),
+        ("bits a weight", f"{bits:.2f}", f"{exported.bits_per_weight:.2f}"),
+    ]  # fmt: skip
+    measured = exported.measured or {}
+    source = measured.get("source", {})
+    for key, words, layout in _ROWS:
+        if key in measured:
+            before = format(source[key], layout) if key in source else ""
+            rows.append((words, before, format(measured[key], layout)))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    if "data" in measured:
+        table += f"\n\nMeasured on {measured['data']}, activations quantized as below."
+    return table
+
+
+def _trust(content: dict[str, Any]) -> str:
+    return ", trust_remote_code=True" if content["model"]["family"] == "diff_v2" else ""
+
+
+def _register(content: dict[str, Any]) -> str:
+    if content["model"]["family"] != "diff_v2":
+        return ""
+    return "\nimport quantdiff.models.diff_v2  # registers the architecture, which quanto needs"
+
+
+def _versions(content: dict[str, Any]) -> dict[str, str]:
+    return {name: content["reference"][name] for name in versions()}

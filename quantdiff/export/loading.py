@@ -1,0 +1,81 @@
+"""Opening an exported folder with what its sidecar says, and any other model as it is."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from quantdiff.errors import UsageError
+from quantdiff.models import load as load_model
+
+__all__ = ["load", "restore"]
+
+
+def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Open a causal language model and its tokenizer.
+
+    A folder that `quantdiff.export` wrote computes with the schemes it was exported with: the
+    model's attribute `fake_quantizer` is the context they live in (`quantdiff.fake_quantize`),
+    entered for good; it is None where there are no schemes. Its hashes are checked before.
+
+    Args:
+        name: a registered name (`quantdiff.models.known_names()`), a folder, a `.gguf` file or a
+            hub id.
+        dtype: "float32", "bfloat16", "float16", "float64", a torch dtype, or "auto" for the
+            checkpoint's own; by default "auto" on a GPU and float32 on a CPU, and for an exported
+            folder the dtype that it was measured in.
+        options: as in `quantdiff.models.load`: device, attention, trust_remote_code, revision.
+
+    Returns:
+        The model, in eval mode, and the tokenizer.
+
+    Raises:
+        UsageError: the request cannot be met, or the folder is not what was exported.
+        MissingExtraError: a package that it needs is not installed.
+    """
+    folder = _exported(name)
+    if folder is None:
+        return load_model(name, dtype=dtype, **options)
+    from quantdiff.export.contents import check_files, pickles
+    from quantdiff.export.sidecar import read_sidecar
+
+    sidecar = read_sidecar(folder)
+    wrong = check_files(folder, sidecar.content, weights_only=True)
+    if wrong:
+        raise UsageError(f"{folder} is not what was exported: {wrong[0]}; export it again")
+    for name_ in pickles(folder):
+        raise UsageError(f"{folder} holds a pickle, {name_}, which can run any code: remove it")
+    if dtype is None:
+        dtype = sidecar.content["export"]["dtype"]
+    model, tokenizer = load_model(name, dtype=dtype, **options)
+    restore(model, sidecar)
+    return model, tokenizer
+
+
+def restore(model: Any, sidecar: Any) -> None:
+    """Let a model compute with the schemes of a sidecar from now on.
+
+    Args:
+        model: as it was loaded from the sidecar's folder.
+        sidecar: a `quantdiff.export.sidecar.Sidecar`.
+
+    Raises:
+        UsageError: the ranges are those of another model.
+    """
+    from quantdiff.quantization import fake_quantize
+
+    model.fake_quantizer = None
+    if sidecar.schemes:
+        quantizer = fake_quantize(model, *sidecar.schemes, table=sidecar.table)
+        quantizer.__enter__()
+        model.fake_quantizer = quantizer
+
+
+def _exported(name: str | Path) -> Path | None:
+    """The folder, if `name` is one that holds a sidecar."""
+    from quantdiff.export.sidecar import SIDECAR
+    from quantdiff.models import known_names
+
+    if isinstance(name, str) and name in known_names():
+        return None
+    folder = Path(os.fspath(name)).expanduser()
+    return folder if os.fspath(name).strip() and (folder / SIDECAR).is_file() else None

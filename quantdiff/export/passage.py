@@ -1,0 +1,60 @@
+"""The short text on which a checkpoint is compared with the model as it was before saving."""
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantdiff.errors import UsageError
+from quantdiff.models import context_length, vocabulary_size
+
+__all__ = ["ROWS", "environment", "last_logits", "passage_ids"]
+
+TEXT = (
+    "The harbour lay quiet under 37 lamps. “Is the pilot aboard?” asked the mate; nobody "
+    "answered. In 1851 a chart cost 2.50, and a wrong one cost the ship: three rocks, two of "
+    "them under water at high tide, stood where the printer had left the paper white. She read "
+    "the soundings twice, drew a pencil line between them, and gave the order to wait for the "
+    "morning."
+)
+_TOKENS = 64
+# Positions whose logits are kept: the last ones have read all of the text. Logits of all of it
+# would take more room than some models.
+ROWS = 8
+
+
+def passage_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Token ids of the text, as many as the model and the record take.
+
+    Raises:
+        UsageError: the tokenizer gives ids that the model has no embedding for, or none at all.
+    """
+    ids: list[int] = list(tokenizer(TEXT, truncation=True, max_length=_TOKENS)["input_ids"])
+    ids = ids[: min(_TOKENS, context_length(model) or _TOKENS)]
+    if not ids:
+        raise UsageError("the tokenizer gives no tokens for a plain English text")
+    if max(ids) >= vocabulary_size(model):
+        raise UsageError(
+            f"the tokenizer gives the token {max(ids)}, but the model has {vocabulary_size(model)} "
+            "embeddings: export the model with the tokenizer that it was trained with"
+        )
+    return ids
+
+
+@torch.no_grad()
+def last_logits(model: Any, ids: list[int]) -> Tensor:
+    """Logits of the last positions, (ROWS or less, V), fp32, on the CPU."""
+    batch = torch.tensor([ids], device=model.get_input_embeddings().weight.device)  # (1, N)
+    logits = model(input_ids=batch, use_cache=False).logits  # (1, N, V)
+    return logits[0, -ROWS:].float().cpu().contiguous()  # type: ignore[no-any-return]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the last bits of a result depend on, beside the versions."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device), "threads": None}
+    return {
+        "device": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+    }

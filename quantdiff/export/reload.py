@@ -1,0 +1,49 @@
+"""Loads an exported folder in a process of its own: FOLDER OUT DEVICE THREADS.
+
+OUT receives the logits of the folder's passage, `logits` by the format's own loader and, where
+there are schemes, `quantized_logits` by quantdiff's. See `quantdiff.export.verifying`.
+"""
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from quantdiff.errors import UsageError
+from quantdiff.export.copies import quiet_libraries
+from quantdiff.export.formats import find_format
+from quantdiff.export.loading import load
+from quantdiff.export.passage import last_logits
+from quantdiff.export.sidecar import LOGITS, QUANTIZED_LOGITS, read_sidecar
+
+__all__ = ["main"]
+
+
+def main(folder: Path, out: Path, device: torch.device, threads: int) -> None:
+    """Write the logits; those of the format's own loader even if the others fail."""
+    torch.set_num_threads(threads)
+    sidecar = read_sidecar(folder)
+    ids = sidecar.content["passage"]["ids"]
+    chosen = find_format(sidecar.content["export"]["format"])
+    dtype = getattr(torch, sidecar.content["export"]["dtype"])
+    with quiet_libraries():
+        # Trusted: whoever starts this has looked at the code, or it is quantdiff's own.
+        model = chosen.load(folder, device, dtype, trust_remote_code=True)
+    found = {LOGITS: last_logits(model, ids)}
+    save_file(found, out)
+    if QUANTIZED_LOGITS in sidecar.logits:
+        del model
+        gc.collect()
+        with quiet_libraries():
+            model, _ = load(folder, device=device, trust_remote_code=True)
+        found[QUANTIZED_LOGITS] = last_logits(model, ids)
+        save_file(found, out)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), torch.device(sys.argv[3]), int(sys.argv[4]))
+    except UsageError as error:
+        sys.exit(str(error))

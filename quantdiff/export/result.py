@@ -1,0 +1,57 @@
+"""What an export wrote."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantdiff.export.verifying import Verification
+from quantdiff.quantization import Scheme
+
+__all__ = ["Exported"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        format: name of the checkpoint format.
+        model: name of the source.
+        parameters: how many, tied ones once.
+        bytes: of the model's safetensors files.
+        source_bytes: what the live model's parameters take.
+        schemes: what is quantized beside the weights.
+        measured: the numbers that the caller's measurement gave, or None.
+        verification: what was checked, or None if nothing was.
+    """
+
+    folder: str
+    format: str
+    model: str
+    parameters: int
+    bytes: int
+    source_bytes: int
+    schemes: tuple[Scheme, ...]
+    measured: dict[str, Any] | None
+    verification: Verification | None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """On disk, all of the model's tensors counted."""
+        return 8 * self.bytes / self.parameters
+
+    def to_json(self) -> dict[str, Any]:
+        """Itself as JSON."""
+        verification = self.verification
+        return {
+            "folder": self.folder,
+            "format": self.format,
+            "model": self.model,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "source_bytes": self.source_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "schemes": [asdict(scheme) for scheme in self.schemes],
+            "measured": self.measured,
+            "verification": None if verification is None else verification.to_json(),
+        }

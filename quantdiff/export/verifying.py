@@ -1,0 +1,255 @@
+"""Whether an exported folder is what was measured: its files, and the model that they make."""
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import quantdiff
+from quantdiff.errors import UsageError
+from quantdiff.export.contents import check_files, check_tensors, pickles
+from quantdiff.export.formats import find_format
+from quantdiff.export.passage import environment
+from quantdiff.export.sidecar import (
+    ARRAYS,
+    LOGITS,
+    QUANTIZED_LOGITS,
+    SIDECAR,
+    VERIFICATION,
+    Sidecar,
+    read_sidecar,
+)
+from quantdiff.files import write_json
+from quantdiff.models.options import resolve_device
+from quantdiff.versions import versions
+
+__all__ = ["Check", "Verification", "set_aside", "verify"]
+
+FORMAT = "quantdiff.verification/1"
+
+# Largest difference of a logit on another machine, relative to the largest one: what other
+# kernels' order of sums makes of it.
+_CLOSE = {"float32": 1e-5, "float64": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+_TOLD = 300  # letters of another program's error
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: for example `files`.
+        passed: whether it is as it should be.
+        detail: what was found, or what is wrong.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass
+class Verification:
+    """What a verification found.
+
+    Attributes:
+        folder: the checkpoint.
+        checks: in the order in which they were made; after a failed one that the next needs,
+            there are no more.
+        seconds: how long it took.
+        unwritten: why `verification.json` could not be written, or nothing.
+    """
+
+    folder: str
+    checks: list[Check] = field(default_factory=list)
+    seconds: float = 0.0
+    unwritten: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks were made and passed."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong, one sentence each."""
+        return [check.detail for check in self.checks if not check.passed]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `verification.json`."""
+        return {
+            "format": FORMAT,
+            "passed": self.passed,
+            "checks": [asdict(check) for check in self.checks],
+            "seconds": round(self.seconds, 3),
+            "versions": versions(),
+        }
+
+    def _add(self, name: str, wrong: list[str], right: str) -> bool:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        self.checks.append(Check(name, not wrong, f"{wrong[0]}{more}" if wrong else right))
+        return not wrong
+
+
+def verify(
+    folder: str | Path, *, device: str | None = None, trust_remote_code: bool = False
+) -> Verification:
+    """Check an exported folder, and write `verification.json` into it.
+
+    Its files are compared with their hashes, its tensors are looked through, and it is loaded in a
+    new process, once by the format's own loader and once with its schemes; both give the logits of
+    a short passage, which are compared with those from before it was saved: to the bit on the same
+    kind of machine with the same versions, else to 1e-5 of the largest logit in fp32. Attention
+    that is rounded to few bits is compared on the same kind of machine alone, since a logit that
+    falls on the other side of a rounding boundary changes all that follows.
+
+    Args:
+        folder: what `quantdiff.export` wrote.
+        device: where it is loaded; by default as `quantdiff.load` does.
+        trust_remote_code: run modelling code that is in the folder and not quantdiff's own.
+
+    Raises:
+        UsageError: it is no exported folder, or needs code that is not trusted.
+    """
+    folder, begin = Path(folder).expanduser(), time.perf_counter()
+    if not (folder / SIDECAR).is_file():
+        raise UsageError(
+            f"{folder} holds no exported checkpoint ({SIDECAR} is missing): give a folder that "
+            "quantdiff export wrote"
+        )
+    where = resolve_device(device)
+    result = Verification(str(folder))
+    sidecar = _static(folder, result)
+    if sidecar is not None and result.passed:
+        name = sidecar.content["export"]["format"]
+        find_format(name)  # of a newer quantdiff
+        trusted = trust_remote_code or not _foreign_code(folder, sidecar)
+        if not trusted:
+            raise UsageError(
+                f"{folder} brings its own modelling code: read it, and if you trust it pass "
+                "--trust-remote-code (trust_remote_code=True in Python)"
+            )
+        _reload(folder, sidecar, where, result)
+    result.seconds = time.perf_counter() - begin
+    try:
+        write_json(folder / VERIFICATION, result.to_json())
+    except OSError as error:  # the folder may be somebody else's
+        result.unwritten = f"{folder / VERIFICATION} cannot be written: {error.strerror}"
+    return result
+
+
+def _static(folder: Path, result: Verification) -> Sidecar | None:
+    """The checks that need no model."""
+    found = pickles(folder)
+    result._add(
+        "pickles",
+        [f"{name} is a pickle, which can run any code" for name in found],
+        "there is no pickle",
+    )
+    try:
+        sidecar = read_sidecar(folder)
+    except UsageError as error:
+        result._add("sidecar", [str(error)], "")
+        return None
+    result._add("sidecar", [], f"{SIDECAR} and {ARRAYS} belong together")
+    content = sidecar.content
+    wrong = check_files(folder, content)
+    size = sum(entry["bytes"] for entry in content["files"].values())
+    result._add("files", wrong, f"{len(content['files'])} files, {size:,} bytes, as exported")
+    count, wrong = check_tensors(folder)
+    result._add("tensors", wrong, f"{count:,} tensors finite, all scales greater than 0")
+    return sidecar
+
+
+def _foreign_code(folder: Path, sidecar: Sidecar) -> bool:
+    """Whether there is code that is not quantdiff's own."""
+    import quantdiff.models
+
+    own = Path(quantdiff.models.__file__).parent / "diff_v2"
+    for name in sidecar.content["files"]:
+        if name.endswith(".py"):
+            ours = own / name
+            if not ours.is_file() or ours.read_bytes() != (folder / name).read_bytes():
+                return True
+    return False
+
+
+def _reload(folder: Path, sidecar: Sidecar, device: torch.device, result: Verification) -> None:
+    """Load it in a new process and compare the logits."""
+    known = sidecar.content["reference"]
+    threads = known["threads"] or torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="quantdiff-verify-") as place:
+        out = Path(place) / "logits.safetensors"
+        # Nothing is fetched, no module cache of the user's serves another version of the code, and
+        # this quantdiff is found wherever it was imported from.
+        environ = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": f"{place}/modules",
+            "PYTHONPATH": os.pathsep.join(
+                filter(
+                    None, [str(Path(quantdiff.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+                )
+            ),
+        }
+        run = subprocess.run(
+            [sys.executable, "-m", "quantdiff.export.reload", str(folder.absolute()), str(out),
+             str(device), str(threads)],
+            env=environ, capture_output=True, text=True, errors="replace", check=False,
+        )  # fmt: skip
+        found = load_file(out) if out.is_file() else {}
+    lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+    # The new process had the threads of the record.
+    same = environment(device) | versions() | {"threads": known["threads"]} == known
+    dtype = sidecar.content["export"]["dtype"]
+    loader = sidecar.content["export"]["format"]
+    for name, what in ((LOGITS, f"the loader of {loader}"), (QUANTIZED_LOGITS, "quantdiff.load")):
+        if name not in sidecar.logits:
+            continue
+        if name not in found:
+            result._add(name, [f"{what} fails: {lines[-1][:_TOLD]}"], "")
+            return
+        judged = _compare(found[name], sidecar.logits[name], same, dtype, name == QUANTIZED_LOGITS)
+        result._add(name, [f"{what} gives {judged[1]}"] if not judged[0] else [],
+                    f"{what} gives {judged[1]}")  # fmt: skip
+
+
+def _compare(
+    found: Tensor, wanted: Tensor, same: bool, dtype: str, rounded: bool
+) -> tuple[bool, str]:
+    """Whether logits are those of the record, and how far they are from it."""
+    if found.shape != wanted.shape:
+        return False, f"logits of shape {tuple(found.shape)} and not {tuple(wanted.shape)}"
+    if torch.equal(found, wanted):
+        return True, "the logits from before it was saved, to the bit"
+    gap, size = (found - wanted).abs().max().item(), wanted.abs().max().item()
+    told = f"logits that differ by {gap:.3g} where the largest is {size:.3g}"
+    if same:
+        return False, f"{told}, on the same kind of machine"
+    if rounded and math.isfinite(gap):
+        return True, f"{told}; on another kind of machine rounding may do that"
+    return gap <= _CLOSE[dtype] * size, f"{told}, on another kind of machine"
+
+
+def set_aside(folder: str | Path) -> Path:
+    """Take a checkpoint from its name; the new one ends in `.failed`, or in that and a number.
+
+    Raises:
+        UsageError: it cannot be renamed.
+    """
+    folder = Path(folder).expanduser().resolve()
+    names = [f"{folder.name}.failed", *(f"{folder.name}.failed-{n}" for n in range(2, 1000))]
+    target = next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be renamed to {target.name}: {error.strerror}") from None
+    return target

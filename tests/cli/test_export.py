@@ -1,0 +1,137 @@
+"""`quantdiff export` and `quantdiff verify` as a user runs them."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import quantdiff
+from quantdiff.cli import main
+from tests.cli.test_profile import refused
+from tests.tiny import save_tiny, tiny_diff_v2, tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("source") / "tiny", tiny_llama())
+
+
+def test_export_and_verify(run, source, tmp_path):
+    out = tmp_path / "out"
+    code, shown, err = run("export", source, "--format", "bnb-nf4", "--bits", 4, "--tokens", 256,
+                           "--out", out)  # fmt: skip
+    assert code == 0, err
+    assert "bnb-nf4" in shown
+    assert "with attention logits at 4 bits, dynamic range a tensor, symmetric" in shown
+    assert "measured on 256 tokens of corpus in windows of 128" in shown
+    reloaded = "quantdiff.load gives the logits from before it was saved, to the bit"
+    assert f"quantized_logits: {reloaded}" in shown
+    assert shown.endswith(f"written to {out}\n")
+    steps = ["quantizing to bnb-nf4", "writing", "measuring", "measuring: 1,024 tokens", "checking"]
+    assert err.splitlines() == steps
+    assert json.loads((out / "verification.json").read_text())["passed"] is True
+    measured = json.loads((out / "quantdiff.json").read_text())["measured"]
+    assert measured["kl"] > 0
+    assert 0 < measured["agreement"] < 1
+    assert f"quantdiff export {source} --format bnb-nf4" in (out / "README.md").read_text()
+
+    code, shown, _ = run("verify", out)
+    assert code == 0
+    assert "ok  files:" in shown
+    shard = out / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, shown, err = run("verify", out, "--keep")
+    assert code == 1
+    assert "FAILED  files: model.safetensors has" in shown
+    assert err.startswith(f"error: {out} is not what was exported: model.safetensors has")
+    assert out.is_dir()
+    code, shown, err = run("verify", out, "--json")
+    assert code == 1
+    assert json.loads(shown)["passed"] is False
+    assert err.endswith(f"it is now {out}.failed\n")
+    assert not out.exists()
+
+
+def test_the_perplexity_of_the_card_is_that_of_the_live_model(run, tmp_path, monkeypatch):
+    """Under the same quantization, and of what was reloaded."""
+    from quantdiff.analysis.evaluation import Text, evaluation
+
+    folder = save_tiny(tmp_path / "v2", tiny_diff_v2())
+    monkeypatch.setattr("quantdiff.export.exporting._checked", lambda result, *_: result)
+    out = tmp_path / "out"
+    code, shown, err = run(
+        "export", folder, "--format", "quanto-int4", "--bits", 5, "--granularity", "row",
+        "--tokens", 256, "--json", "--out", out,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    found = json.loads(shown)
+    assert (found["format"], found["folder"]) == ("quanto-int4", str(out))
+    assert found["schemes"][0]["granularity"] == "row"
+    model, tokenizer = quantdiff.load(out, device="cpu")
+    again = evaluation("perplexity", model, tokenizer, Text("corpus", 256)).run(batch_size=1)
+    assert again.metrics[0].value == pytest.approx(found["measured"]["perplexity"], rel=1e-9)
+
+
+def test_a_failed_export_exits_with_1(run, source, tmp_path, monkeypatch):
+    from quantdiff.export import exporting
+    from quantdiff.export.verifying import Check, Verification
+
+    failed = Verification("x", [Check("logits", False, "they differ")])
+    monkeypatch.setattr(exporting, "verify", lambda *_, **__: failed)
+    code, _, err = run("export", source, "--format", "bf16", "--no-measure", "--out",
+                       tmp_path / "out")  # fmt: skip
+    assert code == 1
+    assert err.splitlines()[-1].startswith(f"error: {tmp_path / 'out'} was not written")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusals(run, source, tmp_path):
+    out = tmp_path / "out"
+    to = ("--out", out)
+    refused(run("export", source, "--format", "int4", *to), "'int4' is unknown", "bnb-nf4")
+    refused(run("export", tmp_path / "none", "--format", "bf16", *to), "does not exist")
+    refused(run("export", source, "--format", "bf16", "--range", "absmax", *to), "need --bits")
+    refused(run("export", source, "--format", "bf16", "--bits", 9, *to), "bits are 2 to 8")
+    refused(run("export", source, "--format", "bf16", "--bits", 4, "--bits", 5, *to), "2 --bits")
+    refused(
+        run("export", source, "--format", "bf16", "--bits", 4, "--range", "mse", *to),
+        "mse comes from a calibration",
+    )
+    refused(run("export", source, "--format", "bf16", "--seq-len", 4096, *to), "--seq-len 4096")
+    refused(run("export", source, "--format", "bf16", "--double-quant", "--no-measure", *to),
+            "bf16 has no double quantization")  # fmt: skip
+    refused(run("verify", source), "holds no exported checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_examples(run):
+    for command in ("export", "verify"):
+        code, shown, _ = run(command, "--help")
+        assert code == 0
+        assert "Examples" in shown

@@ -1,0 +1,239 @@
+"""What is wrong with a folder is named, and nobody goes on with it."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantdiff
+from quantdiff.errors import UsageError
+from quantdiff.export.contents import check_tensors, pickles
+from quantdiff.export.sidecar import LOGITS, read_sidecar, write_sidecar
+from quantdiff.export.verifying import _compare, set_aside
+from tests.tiny import tiny_diff_v2, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """Two exports of one architecture with other weights; copy them before touching them."""
+    from tests.tiny import tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("good")
+    scheme = quantdiff.Scheme("attention_logits", 4)
+    for seed in (0, 1):
+        quantdiff.export(
+            tiny_llama(seed=seed), tiny_tokenizer(), folder / str(seed), format="bnb-nf4",
+            schemes=[scheme], check=False, max_shard_size="30KB",
+        )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    return shutil.copytree(good / "0", tmp_path / "export")
+
+
+def failures(folder):
+    result = quantdiff.verify(folder)
+    assert not result.passed
+    content = json.loads((folder / "verification.json").read_text())
+    assert content["format"] == "quantdiff.verification/1"
+    assert content["passed"] is False
+    assert [c["detail"] for c in content["checks"] if not c["passed"]] == result.failures
+    return "; ".join(result.failures)
+
+
+def not_loaded(folder, match):
+    with pytest.raises(UsageError, match=match):
+        quantdiff.load(folder, device="cpu")
+
+
+def test_a_good_folder_passes(folder):
+    result = quantdiff.verify(folder, device="cpu")
+    assert result.passed, result.failures
+    assert [check.name for check in result.checks] == [
+        "pickles", "sidecar", "files", "tensors", "logits", "quantized_logits",
+    ]  # fmt: skip
+    assert all(check.detail.endswith("to the bit") for check in result.checks[-2:])
+    assert json.loads((folder / "verification.json").read_text())["passed"] is True
+
+
+def test_a_truncated_shard(folder):
+    shard = next(iter(sorted(folder.glob("model-*.safetensors"))))
+    shard.write_bytes(shard.read_bytes()[:-40])
+    told = failures(folder)
+    assert f"{shard.name} has" in told
+    assert f"{shard.name} is truncated or no safetensors file" in told
+    not_loaded(folder, shard.name)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00003.safetensors", "quantdiff.safetensors",
+                                  "tokenizer.json", "config.json"])  # fmt: skip
+def test_a_flipped_bit(folder, name):
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    assert f"{name} has other content than was exported" in failures(folder)
+    if name.endswith("safetensors"):
+        not_loaded(folder, name)
+
+
+def test_a_sidecar_that_was_edited(folder):
+    path = folder / "quantdiff.json"
+    content = json.loads(path.read_text())
+    content["schemes"][0]["bits"] = 8
+    path.write_text(json.dumps(content))
+    assert "quantdiff.json was changed or damaged" in failures(folder)
+    not_loaded(folder, "was changed or damaged")
+
+
+def test_a_sidecar_of_another_model(folder, good):
+    for name in ("quantdiff.json", "quantdiff.safetensors"):
+        shutil.copyfile(good / "1" / name, folder / name)
+    assert "model-00001-of-00003.safetensors has other content" in failures(folder)
+    not_loaded(folder, "is not what was exported")
+
+
+def test_a_file_that_is_missing_or_too_many(folder):
+    (folder / "tokenizer_config.json").unlink()
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+    told = failures(folder)
+    assert "tokenizer_config.json is missing" in told
+    assert "and 1 more" in told
+    not_loaded(folder, r"model\.safetensors was not exported, but loaders would read it")
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "notes", "table.npy"])
+def test_a_pickle(folder, name):
+    torch.save({"a": 1}, folder / name)
+    assert pickles(folder) == [name]
+    assert f"{name} is a pickle" in failures(folder)
+    not_loaded(folder, f"holds a pickle, {name}")
+
+
+def test_the_card_may_be_edited(folder):
+    (folder / "README.md").write_text("mine")
+    (folder / "notes.txt").write_text("mine too")
+    quantdiff.load(folder, device="cpu")
+
+
+def test_other_weights_with_the_right_hashes(folder):
+    """What hashes cannot see: the weights are not those that gave the logits."""
+    sidecar = read_sidecar(folder)
+    name = "model.embed_tokens.weight"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = folder / index["weight_map"][name]
+    weights = load_file(shard)
+    weights[name] *= 1.001
+    save_file(weights, shard, metadata={"format": "pt"})
+    write_sidecar(folder, sidecar.content, sidecar.schemes, sidecar.table, sidecar.logits)
+    told = failures(folder)
+    assert "the loader of bnb-nf4 gives logits that differ by" in told
+    assert "quantdiff.load gives logits that differ by" in told
+
+
+def test_tensors(tmp_path):
+    bad = {
+        "a.weight": torch.tensor([1.0, torch.nan]),
+        "b.weight_scale": torch.tensor([1.0, 0.0]),
+        "c.weight._scale": torch.tensor([-1.0]),
+        "d.SCB": torch.tensor([0.0, 1.0]),
+        "e.weight.absmax": torch.tensor([-0.5]),
+        "f.weight": torch.tensor([torch.inf], dtype=torch.bfloat16),
+        "g.codes": torch.tensor([0], dtype=torch.uint8),
+    }
+    save_file(bad, tmp_path / "model.safetensors")
+    count, wrong = check_tensors(tmp_path)
+    assert count == 7
+    assert [(line.split()[0], line.split()[-1]) for line in sorted(wrong)] == [
+        ("a.weight", "infinity"), ("b.weight_scale", "0"), ("c.weight._scale", "0"),
+        ("e.weight.absmax", "0"), ("f.weight", "infinity"),
+    ]  # fmt: skip
+
+
+def test_how_close_is_close():
+    wanted = torch.tensor([[1.0, -10.0]])
+    off = wanted + 5e-5
+    assert _compare(wanted, wanted, True, "float32", False)[0]
+    assert not _compare(off, wanted, True, "float32", False)[0]
+    assert _compare(off, wanted, False, "float32", False)[0]
+    assert not _compare(wanted + 2e-4, wanted, False, "float32", False)[0]
+    assert _compare(wanted + 2e-1, wanted, False, "bfloat16", False)[0]
+    assert _compare(wanted + 1, wanted, False, "float32", True)[0]
+    assert not _compare(wanted * torch.nan, wanted, False, "float32", True)[0]
+    assert not _compare(wanted[:, :1], wanted, False, "float32", True)[0]
+
+
+def test_what_is_no_export(tmp_path):
+    with pytest.raises(UsageError, match="holds no exported checkpoint"):
+        quantdiff.verify(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_foreign_code_is_not_run_unasked(tmp_path, save):
+    folder = save(tiny_diff_v2())
+    with (folder / "modeling_diff_v2.py").open("a") as file:
+        file.write("\nraise SystemExit('ran')\n")
+    sidecar = read_sidecar(folder)
+    write_sidecar(folder, sidecar.content, sidecar.schemes, sidecar.table, sidecar.logits)
+    with pytest.raises(UsageError, match="brings its own modelling code"):
+        quantdiff.verify(folder)
+    result = quantdiff.verify(folder, trust_remote_code=True)
+    assert result.failures == ["the loader of bf16 fails: ran"]
+
+
+def test_a_folder_that_may_not_be_written_is_judged_all_the_same(folder, monkeypatch):
+    def refuse(path, content):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("quantdiff.export.verifying.write_json", refuse)
+    (folder / "tokenizer.json").unlink()
+    result = quantdiff.verify(folder)
+    assert result.failures == ["tokenizer.json is missing"]
+    assert result.unwritten.endswith("verification.json cannot be written: Permission denied")
+
+
+def test_a_failed_folder_loses_its_name(folder):
+    (folder.parent / "export.failed").mkdir()
+    moved = set_aside(folder)
+    assert moved == folder.parent / "export.failed-2"
+    assert not folder.exists()
+    assert (moved / "config.json").is_file()
+
+
+def test_without_quantdiff(tmp_path, save):
+    """Other loaders ignore the sidecar; DIFF V2's code is in the folder."""
+    wanted = {}
+    for format_ in ("bf16", "bnb-nf4", "ct-w4a16"):
+        scheme = quantdiff.Scheme("attention_logits", 3)
+        folder = save(tiny_diff_v2(), format_, name=format_, schemes=[scheme])
+        sidecar = read_sidecar(folder)
+        wanted[format_] = sidecar.logits[LOGITS]
+    code = """
+import sys
+sys.modules["quantdiff"] = None
+import numpy, torch, transformers
+torch.set_num_threads(1)
+folder, ids = sys.argv[1], [int(x) for x in sys.argv[2].split(",")]
+for name in ("bf16", "bnb-nf4", "ct-w4a16"):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        f"{folder}/{name}", dtype="auto", trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules"), type(model)
+    with torch.no_grad():
+        numpy.save(f"{folder}/{name}.npy", model(torch.tensor([ids])).logits[0, -8:].float())
+"""
+    ids = ",".join(map(str, sidecar.content["passage"]["ids"]))
+    import os
+
+    environ = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path), ids], env=environ,
+                         capture_output=True, text=True, check=False)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    for name, logits in wanted.items():
+        assert np.array_equal(np.load(tmp_path / f"{name}.npy"), logits.numpy()), name
