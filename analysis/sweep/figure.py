@@ -114,11 +114,14 @@ def save_sweep_figures(
     folder.mkdir(parents=True, exist_ok=True)
     every = [line for measure in found for line in lines(results, measure)]
     # Schemes together have one point each, which "sites" shows side by side.
-    sites = [site for site in dict.fromkeys(line.way[0] for line in every) if site in SITES]
+    seen = dict.fromkeys(line.way[0] for line in every)
+    sites = [site for site in seen if site is not None and site in SITES]
     figures: list[tuple[str, dict[str, Any]]] = []
-    for site in sites or [None]:
+    if not sites:
+        figures.append(("bits", {"kind": "bits"}))
+    for site in sites:
         name = f"bits-{site}" if len(sites) > 1 else "bits"
-        figures.append((name, {"kind": "bits", "way": {"site": site} if site else {}}))
+        figures.append((name, {"kind": "bits", "way": {"site": site}}))
     for number, model in enumerate(results.models, start=1):
         mine = {line.way for line in every if line.model == model and line.way != NO_WAY}
         told = f"-{number}-{slug(model)}" if len(results.models) > 1 else ""
