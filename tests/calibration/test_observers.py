@@ -87,6 +87,22 @@ class TestPercentile:
         assert ends == pytest.approx(np.percentile(x.astype(np.float64), [tail, 100 - tail]),
                                      rel=5e-3, abs=0)  # fmt: skip
 
+    @pytest.mark.parametrize("percent", [1, 50, 99, 99.9])
+    def test_past_2_to_the_24_elements(self, percent):
+        """Where torch.quantile ends: 40,000 values, each of them seen 1,000,003 times."""
+        x = draw("heavy tail")
+        few = Histogram.of(x[None])
+        many = Histogram(few.counts * 1_000_003, few.first, few.zeros * 1_000_003)
+        assert int(many.counts.sum()) > 2**35
+        least, most = (np.array([end], np.float32) for end in (x.min(), x.max()))
+        ranges = [
+            observe("percentile", Observed(seen, least, most), 8, True, percent)[1][0]
+            for seen in (few, many)
+        ]
+        expected = np.quantile(np.abs(x.astype(np.float64)), percent / 100)
+        assert ranges[1] == pytest.approx(expected, rel=5e-3)
+        assert ranges[1] == pytest.approx(ranges[0], rel=5e-3)
+
     def test_100_is_absmax_exactly(self):
         x = draw("heavy tail")
         for symmetric in (True, False):
