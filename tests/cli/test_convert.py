@@ -3,33 +3,14 @@
 import json
 import resource
 import signal
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import quantdiff
-from quantdiff.cli import main
 from tests.cli.test_profile import refused
 from tests.models.test_converting import _one_thread, official_state, write  # noqa: F401
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

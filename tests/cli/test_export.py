@@ -1,13 +1,11 @@
 """`quantdiff export` and `quantdiff verify` as a user runs them."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 import quantdiff
-from quantdiff.cli import main
 from tests.cli.test_profile import refused
 from tests.tiny import save_tiny, tiny_diff_v2, tiny_llama
 
@@ -18,23 +16,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

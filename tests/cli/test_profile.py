@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantdiff import Profile
-from quantdiff.cli import main
+from tests.cli.conftest import refused
 from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
 
 TEXT = "the king and the sea and the whale in the winter " * 60
@@ -32,37 +32,9 @@ def text(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 def small(model, text, *more):
     """Arguments of a short profile."""
     return ("profile", model, "--data", text, "--tokens", 60, "--seq-len", 30, *more)
-
-
-def refused(result, *words):
-    """Exit code 2, one sentence on stderr that has the words, no traceback."""
-    code, out, err = result
-    assert code == 2, (code, out, err)
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, err
-    assert "Traceback" not in err
-    for word in words:
-        assert word in lines[0]
 
 
 def test_writes_what_the_contract_says(run, model, text, tmp_path):

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from quantdiff.analysis.sweep import SweepResults
-from quantdiff.cli import main
 from tests.analysis.sweep import counted
+from tests.cli.conftest import refused
 from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
 
 TEXT = "the king and the sea and the whale in the winter " * 30
@@ -41,23 +41,6 @@ def questions(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
 def small(run, models, text, tmp_path):
     """Run a short sweep of one model, with more arguments."""
 
@@ -69,17 +52,6 @@ def small(run, models, text, tmp_path):
         )  # fmt: skip
 
     return small
-
-
-def refused(result, *words):
-    """Exit code 2, one sentence on stderr that has the words, no traceback."""
-    code, out, err = result
-    assert code == 2, (code, out, err)
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, err
-    assert "Traceback" not in err
-    for word in words:
-        assert word in lines[0]
 
 
 def test_writes_results_items_and_figures(small, models, tmp_path):
