@@ -128,4 +128,5 @@ class BareCalls:
             )
         copied = isinstance(call, FlashCall)
         turn, fresh = now.place(module, *call.tensors, copied=copied)
+        call.again = not fresh
         return (now, module, turn) if fresh or self._again else None

@@ -38,12 +38,13 @@ class FlashCall:
         value: (B, G', M, w); dropout: its probability.
         tensors: queries and keys as given.
         compute: the call itself; its first result is the output.
+        again: whether the same queries and keys were seen before, with other values.
         packed: whether sequences lie one behind the other without padding.
     """
 
     __slots__ = (
-        "_kept", "_lengths", "compute", "dropout", "is_causal", "key", "mask", "packed", "query",
-        "scale", "softcap", "tensors", "value", "window",
+        "_kept", "_lengths", "again", "compute", "dropout", "is_causal", "key", "mask", "packed",
+        "query", "scale", "softcap", "tensors", "value", "window",
     )  # fmt: skip
 
     def __init__(self, given: dict[str, Any], compute: Callable[[], Any]) -> None:
@@ -55,7 +56,7 @@ class FlashCall:
             )
         self.tensors = given["q"], given["k"]
         self.packed = "cu_seqlens_q" in given
-        self.compute = compute
+        self.compute, self.again = compute, False
         self.query, self.key, self.value = (
             x if self.packed else x.transpose(1, 2) for x in (*self.tensors, given["v"])
         )  # (B, H, N, D)

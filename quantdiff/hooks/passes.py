@@ -71,6 +71,10 @@ class Pass:
         self.stack: list[str] = []  # modules under way, the innermost last
         self.lambdas: dict[str, Tensor] = {}  # of the attention module under way, (B, h, N, 1)
         self.pending: dict[str, list[tuple[str, HeadsOf | None, Logits]]] = {}
+        self.ready_mask = False  # a mask was given, but not the 2-D one that tells the padding
+        # Logits of modules that are measured before they are quantized; see quantization/apart.py.
+        self.measuring: set[str] = set()
+        self.ends: dict[str, tuple[Tensor, Tensor]] = {}
         self.masks: dict[Any, tuple[Any, Visible, Bias | None]] = {}
         # Weakly: held, the queries and keys of all layers would outweigh the activations.
         self._seen: dict[str, tuple[int, list[tuple[Any, Any]]]] = {}

@@ -63,6 +63,7 @@ class Runs:
             return forward(*args, **kwargs)
         with self.lock:
             now = Pass(self._describe(given), self._layers)
+            now.ready_mask = given.get("attention_mask") is not None and padding_of(given) is None
             self.open += 1
         self._local.now = now
         try:

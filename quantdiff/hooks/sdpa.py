@@ -36,9 +36,11 @@ class SdpaCall:
         is_causal, scale, dropout, value: as given.
         tensors: queries and keys as given.
         compute: the call itself.
+        again: whether the same queries and keys were seen before, with other values.
     """
 
     __slots__ = (
+        "again",
         "compute",
         "dropout",
         "is_causal",
@@ -52,6 +54,7 @@ class SdpaCall:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+        self.again = False
         self.compute: Callable[[], Tensor] = functools.partial(
             F.scaled_dot_product_attention, *args, **kwargs
         )

@@ -16,15 +16,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.entrance import in_backward
+from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 
-__all__ = ["MeasuredFirst"]
+__all__ = ["MeasuredFirst", "add_ends"]
 
-_CACHES = ("past_key_value", "past_key_values", "layer_past", "inference_params", "kv_cache")
+_CACHES = (
+    "past_key_value",
+    "past_key_values",
+    "layer_past",
+    "inference_params",
+    "kv_cache",
+    "cache",
+)
 
 
 class MeasuredFirst:
     """Computes modules twice, first to measure the logits of all their attention calls.
+
+    While `Pass.measuring` holds a module's name, its calls are to be measured (`add_ends`) and not
+    quantized; then `Pass.ends` holds the ends of the logits of all of them.
 
     Args:
         modules: by name.
@@ -41,8 +52,6 @@ class MeasuredFirst:
         self._modules, self._runs, self._watching = modules, runs, watching
         self._begun = False
         self._own: dict[str, Any] = {}  # forwards that modules had beside their class's
-        self._measuring: set[str] = set()
-        self._ends: dict[str, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
         """From now on, until `end`."""
@@ -62,41 +71,35 @@ class MeasuredFirst:
             if name in self._own:
                 module.forward = self._own.pop(name)
 
-    def measures(self, name: str) -> bool:
-        """Whether the logits of a module are wanted, and its output is not."""
-        return name in self._measuring
-
-    def add(self, name: str, least: Tensor, most: Tensor) -> None:
-        """The ends of a call's logits, (B, H) each."""
-        if name in self._ends:
-            least = torch.cat([self._ends[name][0], least], 1)
-            most = torch.cat([self._ends[name][1], most], 1)
-        self._ends[name] = least, most
-
-    def ends(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """The ends of the logits of all calls, (B, heads of all calls) each; None if not known."""
-        return self._ends.get(name)
-
     def _twice(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if in_backward():
             return real(*args, **kwargs)
-        if any(kwargs.get(cache) is not None for cache in _CACHES):
+        cached = any(kwargs.get(cache) is not None for cache in _CACHES)
+        if cached or any(hasattr(x, "get_seq_length") for x in (*args, *kwargs.values())):
             raise QuantizationError(
                 f"{name} computes its two maps in calls of their own, and would have to fill its "
                 "cache twice for a dynamic range over both; use granularity head or row, a static "
                 "range, or use_cache=False"
             )
         now = self._runs.current(name)
-        self._measuring.add(name)
+        now.measuring.add(name)
         try:
             with torch.no_grad(), _unseen(), self._watching():
                 real(*args, **kwargs)
-            self._measuring.discard(name)
+            now.measuring.discard(name)
             now.forget(name)
             return real(*args, **kwargs)
         finally:
-            self._measuring.discard(name)
-            self._ends.pop(name, None)
+            now.measuring.discard(name)
+            now.ends.pop(name, None)
+
+
+def add_ends(now: Pass, name: str, least: Tensor, most: Tensor) -> None:
+    """Note the ends of the logits of one call of a module, (B, H) each, beside those before."""
+    if name in now.ends:
+        least = torch.cat([now.ends[name][0], least], 1)
+        most = torch.cat([now.ends[name][1], most], 1)
+    now.ends[name] = least, most
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.quantization import flex
-from quantdiff.quantization.apart import MeasuredFirst
+from quantdiff.quantization.apart import MeasuredFirst, add_ends
 from quantdiff.quantization.attention import attend
 from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.clipping import Clipping, visible_count
@@ -201,7 +201,9 @@ class AttentionSites:
         if name not in self._checked:
             self._compare(name, real(), logits, value)
         now.dispatching = False
-        out = self._attend(f"{name} (cross-attention)" if cross else name, logits, value, now)
+        again = now.turn(name, call.query, call.key) is None
+        place = f"{name} (cross-attention)" if cross else name
+        out = self._attend(place, logits, value, now, again=again)
         return out.transpose(1, 2).contiguous(), None  # (B, N, H, w)
 
     def _bare_call(
@@ -221,11 +223,11 @@ class AttentionSites:
                 f"{name} calls flash-attn by itself, whose backward pass knows nothing of "
                 "quantization; run the model under torch.no_grad()"
             )
-        if self._first.measures(name):
-            logits, _ = self._cached(name, logits, call.value, now)
-            self._first.add(name, *extremes(logits, name))
+        if name in now.measuring:
+            keys = keys_of(logits, self._of("keys", name), self._kept(logits, now), name)
+            add_ends(now, name, *extremes(keys, name))
             return None
-        if part is not None and self._over_both(name) and self._first.ends(name) is None:
+        if part is not None and self._over_both(name) and name not in now.ends:
             raise QuantizationError(
                 f"{name} computes its two maps in calls of their own, so that a dynamic range over "
                 "both is not known at the first; use granularity head or row, or a static range"
@@ -243,13 +245,13 @@ class AttentionSites:
             if place not in self._checked:
                 theirs = call.unshaped(call.compute()[0])
                 self._compare(place, theirs.transpose(1, 2), logits, call.value)
-            return call.shaped(self._attend(name, logits, call.value, now, heads))
+            return call.shaped(self._attend(name, logits, call.value, now, heads, again=call.again))
         value = call.value if call.value.dim() == 4 else call.value[:, None]
         if place not in self._checked:
             output = call.compute()
             output = output if output.dim() == 4 else output[:, None]
             self._compare(place, output.transpose(1, 2), logits, value)
-        out = self._attend(name, logits, value, now, heads)
+        out = self._attend(name, logits, value, now, heads, again=call.again)
         return out if call.value.dim() == 4 else out[:, 0]
 
     def _heads(self, name: str, heads: Heads) -> Callable[..., Tensor]:
@@ -269,34 +271,54 @@ class AttentionSites:
             logits, value = self._cached(name, Logits(query, key, heads.scale, visible), value, now)
             wide = torch.cat([value[:, list(part)] for part in zip(*values, strict=True)], -1)
             logits = dataclasses.replace(logits, key=logits.key[:, sources])
-            return self._attended(name, logits, wide)
+            return self._attended(name, logits, wide, now)
 
         return forward
 
     def _attend(
-        self, name: str, logits: Logits, value: Tensor, now: Pass, heads: NDArray[Any] | None = None
+        self,
+        name: str,
+        logits: Logits,
+        value: Tensor,
+        now: Pass,
+        heads: NDArray[Any] | None = None,
+        *,
+        again: bool = False,
     ) -> Tensor:
-        return self._attended(name, *self._cached(name, logits, value, now), heads)
+        """Compute a call; `again`: the same logits were computed before, for other values."""
+        return self._attended(name, *self._cached(name, logits, value, now), now, heads, again)
 
     def _cached(self, name: str, logits: Logits, value: Tensor, now: Pass) -> tuple[Logits, Tensor]:
         """A call with its keys and values as a quantized cache holds them."""
-        keys, values = (self._of(site, name) for site in ("keys", "values"))
-        if keys is not None or values is not None:
-            batch, count = now.batch, logits.key.shape[2]
-            kept = None if logits.cross else batch.kept[:, batch.key_offset(count) :]
-            logits = keys_of(logits, keys, kept, name)
-            value = values_of(value, values, kept, name)
-        return logits, value
+        kept = self._kept(logits, now)
+        logits = keys_of(logits, self._of("keys", name), kept, name)
+        return logits, values_of(value, self._of("values", name), kept, name)
+
+    @staticmethod
+    def _kept(logits: Logits, now: Pass) -> Tensor | None:
+        """Which keys are real tokens, (B, M) bool; None where they are those of something else."""
+        if logits.cross:
+            return None
+        batch, count = now.batch, logits.key.shape[2]
+        kept = batch.kept[:, batch.key_offset(count) :]
+        # A cache of a fixed size has room behind the tokens.
+        return torch.nn.functional.pad(kept, (0, count - kept.shape[1]))
 
     def _attended(
-        self, name: str, logits: Logits, value: Tensor, heads: NDArray[Any] | None = None
+        self,
+        name: str,
+        logits: Logits,
+        value: Tensor,
+        now: Pass,
+        heads: NDArray[Any] | None = None,
+        again: bool = False,
     ) -> Tensor:
         query, key = as_multiplied(logits.query, logits.key)
         scheme = self._of("attention_logits", name)
-        counts = self._clipping is not None and scheme is not None
+        counts = self._clipping is not None and scheme is not None and not again
         clipped = np.zeros(query.shape[1], np.int64) if counts else None
         softmax = softmax_of(
-            logits, scheme, self._table, name, heads, clipped, self._first.ends(name),
+            logits, scheme, self._table, name, heads, clipped, now.ends.get(name),
             self._of("attention_maps", name),
         )  # fmt: skip
         try:
@@ -347,6 +369,7 @@ class AttentionSites:
         real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
         gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
         size = torch.where(real, theirs.float().abs(), 0.0).max()
+        # A NaN passes here: it is refused where it is quantized, in other words.
         if float(gap) > _CLOSE.get(logits.query.dtype, 5e-2) * (1e-3 + float(size)):
             raise QuantizationError(
                 f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "

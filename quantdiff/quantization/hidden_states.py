@@ -9,7 +9,7 @@ from quantdiff.hooks.found import Found
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.quantization.chosen import Schemes
-from quantdiff.quantization.rounding import rounded
+from quantdiff.quantization.rounding import real_tokens, rounded
 from quantdiff.quantization.scheme import Scheme
 
 __all__ = ["HiddenStates"]
@@ -55,10 +55,10 @@ class HiddenStates:
             now = self._runs.current(name)
             now.fired[f"{name} (hidden)"] += 1
             hidden = output[0] if isinstance(output, tuple) else output
-            real = now.batch.real
+            over = (2,) if scheme.granularity == "token" else (1, 2)
+            real = now.batch.real if over == (2,) else real_tokens(now, "hidden_states")
             if not isinstance(hidden, Tensor) or hidden.shape[:2] != real.shape:
                 raise QuantizationError(f"{name} gives no tensor of (sequences, tokens, channels)")
-            over = (2,) if scheme.granularity == "token" else (1, 2)
             kept = None if over == (2,) else real.to(hidden.device)[..., None]
             found = rounded(hidden, over, scheme, name, kept)
             return (found, *output[1:]) if isinstance(output, tuple) else found

@@ -10,7 +10,7 @@ from quantdiff.hooks.layers import layer_of
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.quantization.chosen import Schemes
-from quantdiff.quantization.rounding import rounded
+from quantdiff.quantization.rounding import real_tokens, rounded
 from quantdiff.quantization.scheme import Scheme
 
 __all__ = ["LinearInputs", "chosen_linears", "linears"]
@@ -61,7 +61,8 @@ class LinearInputs:
     def begin(self) -> None:
         """From now on, until `end`."""
         for name, (module, scheme) in self._modules.items():
-            self._handles.append(module.register_forward_pre_hook(self._hook(name, scheme)))
+            hook = self._hook(name, scheme)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def end(self) -> None:
         """Leave the modules as they were."""
@@ -73,15 +74,18 @@ class LinearInputs:
         """A linear module need not run: an expert may have no tokens."""
 
     def _hook(self, name: str, scheme: Scheme) -> Any:
-        def hook(module: nn.Module, args: Any) -> Any:
-            return (self._rounded(name, args[0], scheme), *args[1:])
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (self._rounded(name, args[0], scheme), *args[1:]), kwargs
+            (given,) = kwargs  # torch calls it input, others x
+            return args, {given: self._rounded(name, kwargs[given], scheme)}
 
         return hook
 
     def _rounded(self, name: str, x: Tensor, scheme: Scheme) -> Tensor:
         if scheme.granularity == "token":
             return rounded(x, (-1,), scheme, name)
-        real = self._runs.current(name).batch.real.to(x.device)  # (B, N)
+        real = real_tokens(self._runs.current(name), "linear_inputs").to(x.device)  # (B, N)
         if x.shape[:-1] == real.shape:
             return rounded(x, (1, 2), scheme, name, real[..., None])
         if x.shape[:-1] == (real.numel(),):

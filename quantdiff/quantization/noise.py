@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quantdiff.errors import UsageError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.logits import Logits, as_multiplied
 from quantdiff.hooks.maps import Paired, WhenDone
@@ -88,9 +89,19 @@ class NoiseRecorder:
         model: any that can be recorded.
         scheme: for `attention_logits`.
         table: static ranges.
+
+    Raises:
+        UsageError: a scheme of another site, of some layers, of 16 bits, or a static one without a
+            table.
     """
 
     def __init__(self, model: torch.nn.Module, scheme: Scheme, table: Table | None = None) -> None:
+        if scheme.site != "attention_logits" or scheme.layers is not None or not scheme.quantizes:
+            raise UsageError(
+                "noise is measured of a scheme that quantizes the logits of all layers"
+            )
+        if scheme.static and table is None:
+            raise UsageError(f"the range {scheme.range} comes from a calibration: give table=…")
         self._noise: _Noise | None = None
 
         def make(found: Found) -> "_Noise":

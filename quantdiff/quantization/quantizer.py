@@ -95,7 +95,7 @@ class FakeQuantizer:
     def __enter__(self) -> Self:
         if not self.schemes:
             return self
-        if is_entered(self._model, _Runs):
+        if any(is_entered(module, _Runs) for module in self._model.modules()):
             raise QuantizationError(
                 "this model is quantized already; leave that context before another begins, or "
                 "give all schemes to one"

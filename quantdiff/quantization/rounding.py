@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from quantdiff.errors import QuantizationError
+from quantdiff.hooks.passes import Pass
 from quantdiff.quantization.grid import Grid, NoGridError
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["in_groups", "rounded"]
+__all__ = ["in_groups", "real_tokens", "rounded"]
 
 
 def rounded(
@@ -42,6 +43,20 @@ def rounded(
         raise QuantizationError(f"NaN or infinity among the {scheme.site} of {name}") from None
     found = grid.quantize(values).to(x.dtype)
     return x + (found - x.detach()) if x.requires_grad else found
+
+
+def real_tokens(now: Pass, site: str) -> Tensor:
+    """Which tokens of a pass are no padding, (B, N) bool.
+
+    Raises:
+        QuantizationError: only a ready mask was given, by which padding cannot be told yet.
+    """
+    if now.ready_mask and not now.batch.told:
+        raise QuantizationError(
+            f"a range of each sequence over its {site} needs the 2-D mask of the padding, and only "
+            "a ready attention mask was given; give that, or use the granularity token"
+        )
+    return now.batch.real
 
 
 def in_groups(x: Tensor, size: int, name: str, site: str) -> Tensor:

@@ -1,5 +1,6 @@
 """A scheme: what is quantized, to how many bits, over which range."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quantdiff.errors import UsageError
@@ -61,13 +62,18 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.site not in SITES:
             raise UsageError(f"unknown site {self.site!r}; known: {', '.join(SITES)}")
-        if self.bits not in BITS or isinstance(self.bits, bool):
+        for name in ("site", "range", "granularity"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"the {name} of a scheme is a word, not {getattr(self, name)!r}")
+        if self.bits not in BITS or type(self.bits) is not int:
             raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
         self._check_granularity()
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
-            if not self.layers or any(layer < 0 for layer in self.layers):
-                raise UsageError(f"layers are numbers from 0, at least one, not {self.layers}")
+            known = isinstance(self.layers, Iterable) and not isinstance(self.layers, str)
+            layers = tuple(self.layers) if known else ()
+            if not layers or any(type(n) is not int or n < 0 for n in layers):
+                raise UsageError(f"layers are numbers from 0, at least one, not {self.layers!r}")
+            object.__setattr__(self, "layers", tuple(sorted(set(layers))))
         observer, parameter = self.observer, self.range.partition(":")[2]
         if observer not in RANGES:
             raise UsageError(f"unknown range {self.range!r}; known: {', '.join(RANGES)}")

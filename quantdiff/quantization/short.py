@@ -19,7 +19,7 @@ SHORT: dict[str, tuple[tuple[str, ...], str, bool]] = {
     "P": (("attention_maps",), "tensor", False),
     "H": (("hidden_states",), "token", True),
 }
-_ONE = re.compile(r"(KV|[WAKVLPH])(\d+)(?:g(\d+))?")
+_ONE = re.compile(r"(KV|[WAKVLPH])([1-9][0-9]*|0)(?:g([0-9]+))?")
 
 
 def schemes(name: str) -> tuple[Scheme, ...]:
@@ -59,9 +59,9 @@ def schemes(name: str) -> tuple[Scheme, ...]:
 
 
 def name_of(chosen: Iterable[Scheme]) -> str:
-    """A short name of some schemes, by site and bits; `fp` for none.
+    """A short name of some schemes, by site, bits and groups; `fp` for none.
 
-    It says what a short name takes for granted only where it differs: `L4` may have any range.
+    It is for people: range, granularity but for groups, symmetry and layers are not in it.
     """
     bits = {scheme.site: scheme for scheme in chosen if scheme.quantizes}
     parts = []

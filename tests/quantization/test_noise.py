@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantdiff import RecordingError, Scheme, calibrate, fake_quantize
+from quantdiff import RecordingError, Scheme, UsageError, calibrate, fake_quantize
 from quantdiff.attention import layout
 from quantdiff.hooks import record
 from quantdiff.quantization import Grid
@@ -143,3 +143,13 @@ def test_nan_is_refused():
     refused = pytest.raises(RecordingError, match="NaN or infinity")
     with torch.no_grad(), refused, NoiseRecorder(model, Scheme(SITE, 4)):
         model(**batch())
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [Scheme("keys", 4), Scheme(SITE, 16), Scheme(SITE, 4, layers=(0,)), Scheme(SITE, 4, "mse")],
+    ids=lambda scheme: f"{scheme.site} {scheme.bits} {scheme.range} {scheme.layers}",
+)
+def test_other_schemes_are_refused(scheme):
+    with pytest.raises(UsageError, match=r"noise is measured of|comes from a calibration"):
+        NoiseRecorder(MODELS["llama"](), scheme)

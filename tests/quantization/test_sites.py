@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -465,3 +467,81 @@ def test_measured_first_with_the_keys_that_are_used():
     per_sequence = seen.abs().amax((1, 2))
     b = int(per_sequence.argmax())  # the sequence that sets the range over both
     assert (found[b] - expected[b]).abs().max() < 1e-4
+
+
+def test_a_cache_of_a_fixed_size():
+    from transformers import StaticCache
+
+    model, ids = MODELS["llama"](), batch()["input_ids"][:1]
+    schemes = [Scheme("keys", 8), Scheme("values", 8, granularity="head")]
+    with torch.no_grad(), fake_quantize(model, *schemes):
+        whole = model(input_ids=ids).logits
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        found = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    assert (found - whole).abs().max() < 1e-3
+
+
+def test_ranges_of_sequences_need_the_padding():
+    """A ready mask tells it only where attention reads it, which is too late."""
+    model, (ids, kept) = MODELS["llama"](), batch().values()
+    causal = torch.ones(20, 20, dtype=torch.bool).tril() & kept.bool()[:, None, None]
+    ready = torch.zeros(2, 1, 20, 20).masked_fill(~causal, torch.finfo(torch.float32).min)
+    for site in ("linear_inputs", "hidden_states"):
+        refused = pytest.raises(QuantizationError, match="needs the 2-D mask of the padding")
+        with torch.no_grad(), refused, fake_quantize(model, Scheme(site, 8)):
+            model(input_ids=ids, attention_mask=ready)
+        with torch.no_grad(), fake_quantize(model, Scheme(site, 8, granularity="token")):
+            model(input_ids=ids, attention_mask=ready)
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_a_decoder_and_the_model_around_it_are_one(inner_first):
+    model = MODELS["llama"]()
+    first, second = (model.model, model) if inner_first else (model, model.model)
+    with (
+        fake_quantize(first, Scheme("weights", 8)),
+        pytest.raises(QuantizationError, match="quantized already"),
+        fake_quantize(second, Scheme("weights", 8)),
+    ):
+        pass
+
+
+def test_two_threads_measure_modules_of_their_own():
+    """As a server may run one model; each pass has its own ranges."""
+    model = make(DiffAttention, model_type="Motif")
+    others = (IDS + 7) % 300
+    scheme = Scheme(SITE, 3)
+    with fake_quantize(model, scheme), torch.no_grad():
+        expected = [model(IDS), model(others)]
+    found = [[], []]
+
+    def run(number, ids):
+        with torch.no_grad():
+            found[number] += [model(ids) for _ in range(12)]
+
+    with fake_quantize(model, scheme):
+        threads = [threading.Thread(target=run, args=x) for x in enumerate((IDS, others))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for number in range(2):
+        assert len(found[number]) == 12
+        assert all(torch.equal(x, expected[number]) for x in found[number])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_logit_is_counted_once(name):
+    """DiffLlama attends twice with the same queries and keys, for the halves of its values."""
+    model, given = MODELS[name](), batch()
+    table = Fixed(np.full(8, -1, np.float32), np.full(8, 1, np.float32))
+    scheme = Scheme(SITE, 4, "absmax")
+    for backend in ("sdpa", "eager"):
+        model.set_attn_implementation(backend)
+        quantizer = fake_quantize(model, scheme, table=table, count_clipped=True)
+        with torch.no_grad(), quantizer:
+            model(**given)
+        kept = given["attention_mask"].sum(1)
+        for clipping in quantizer.clipping.values():
+            assert (clipping.seen == int((kept * (kept + 1) // 2).sum())).all()
+            assert 0 < clipping.share < 1
