@@ -7,7 +7,7 @@ broken-off ones go on.
 
     python scripts/study_zoo.py --out runs/study
     python scripts/study_zoo.py --out runs/study --part 1/2     # and 2/2 beside it
-    python scripts/study_zoo.py --out runs/study --collect      # into docs/zoo_study.json
+    python scripts/study_zoo.py --out runs/study --collect      # into docs/
 """
 
 import argparse
@@ -25,7 +25,7 @@ from train_zoo import DATA, HELD_OUT_TEXT, Ranks, Run, held_out_loss
 from zoo_recipe import KINDS, SIZES, Recipe, Stream, bigram_loss, train_tokenizer
 
 import quantdiff
-from quantdiff.files import write_json
+from quantdiff.files import write_bytes, write_json
 
 BASE = replace(SIZES["small"], dtype="float32")
 SEEDS = (0, 1, 2)
@@ -41,7 +41,9 @@ STUDY: dict[str, list[Recipe]] = {
     "twice as long": [replace(BASE, tokens=2 * BASE.tokens)],
     "rate 1e-3, more seeds": [replace(BASE, seed=seed, rate=1e-3) for seed in SEEDS[1:]],
 }
-RESULTS = Path(__file__).parent.parent / "docs" / "zoo_study.json"
+DOCS = Path(__file__).parent.parent / "docs"
+RESULTS, PAGE = DOCS / "zoo_study.json", DOCS / "zoo.md"
+BEGIN, END = "<!-- measured by scripts/study_zoo.py -->", "<!-- end -->"
 
 
 def runs() -> list[tuple[str, Recipe, str]]:
@@ -128,8 +130,23 @@ def results() -> list[dict[str, Any]]:
     return models
 
 
+def table(models: list[dict[str, Any]]) -> str:
+    """In Markdown, a row a model."""
+    heads = ["variant", "seed", "model", "loss", "bigram", "top-1 logit", "median", "top-1 hidden",
+             "6 bits", "4 bits", "3 bits", "2 bits"]  # fmt: skip
+    lines = [" | ".join(heads), " | ".join(["---"] * len(heads))]
+    for m in models:
+        logits, hidden, losses = m["attention_logits"], m["hidden_states"], m["losses"]
+        cells = [m["variant"], str(m["recipe"]["seed"]), m["kind"]]
+        cells += [f"{losses['16']:.3f}", f"{m['bigram_loss']:.3f}"]
+        cells += [f"{x:.2f}" for x in (logits["top1"], logits["median"], hidden["top1"])]
+        cells += [f"{losses[f'tensor {bits}']:.3f}" for bits in (6, 4, 3, 2)]
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
 def collect(out: Path) -> None:
-    """Add what was measured to the results."""
+    """Add what was measured to the results, and write them to docs/zoo.md."""
     found = {key_of(told): told for told in results()}
     for variant, recipe, kind in runs():
         path = folder(out, variant, recipe) / kind / "measured.json"
@@ -140,6 +157,11 @@ def collect(out: Path) -> None:
     order = [(variant, recipe.seed, kind) for variant, recipe, kind in runs()]
     models = [found[key] for key in order if key in found]
     write_json(RESULTS, {"measured_tokens": MEASURED, "models": models})
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    told = f"{len(models)} of {len(order)} models are trained."
+    page = f"{before}{BEGIN}\n\n{told}\n\n{table(models)}\n\n{END}{after}"
+    write_bytes(PAGE, page.encode())
     print(f"{len(models)} of {len(order)} models written to {RESULTS}")
 
 
