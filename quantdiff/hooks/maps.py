@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ class Lambdas:
         return sorted(self._sites.values(), key=lambda site: site.layer)
 
 
-class WhenDone:
+class WhenDone(ABC):
     """Measures the attention calls of a module when it is done, for then its λ is known.
 
     Args:
@@ -82,6 +83,7 @@ class WhenDone:
         self.lock = threading.Lock()
         self._found = found
 
+    @abstractmethod
     def measure(self, name: str, layer: int, call: Logits, pairs: Paired | None, now: Pass) -> None:
         """Measure one attention over all heads of a module.
 
@@ -92,7 +94,6 @@ class WhenDone:
             pairs: heads of map 1 and of map 2, and λ; None for standard heads.
             now: the pass.
         """
-        raise NotImplementedError
 
     def finish(self, module: str, now: Pass) -> None:
         """Measure the calls that an attention module has made, now that it is done.
