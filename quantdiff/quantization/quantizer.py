@@ -20,7 +20,7 @@ from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.table import Table
 from quantdiff.quantization.weights import Weights
 
-__all__ = ["FakeQuantizer", "fake_quantize"]
+__all__ = ["FakeQuantizer", "fake_quantize", "is_quantized"]
 
 ATTENTION = ("keys", "attention_logits", "attention_maps", "values")  # of one attention call
 # Sites with hooks of their own, by name; each is made of (found, runs, schemes).
@@ -41,6 +41,11 @@ class _Part(Protocol):
 
 class _Runs(Runs):
     """The passes of a quantized model; recordings have their own."""
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a context quantizes the model, or a part of it, now."""
+    return any(is_entered(module, _Runs) for module in model.modules())
 
 
 class FakeQuantizer:
@@ -95,7 +100,7 @@ class FakeQuantizer:
     def __enter__(self) -> Self:
         if not self.schemes:
             return self
-        if any(is_entered(module, _Runs) for module in self._model.modules()):
+        if is_quantized(self._model):
             raise QuantizationError(
                 "this model is quantized already; leave that context before another begins, or "
                 "give all schemes to one"

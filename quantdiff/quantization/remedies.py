@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantdiff.errors import QuantizationError, UsageError
+from quantdiff.quantization.quantizer import is_quantized
 from quantdiff.quantization.residual import Residual, residual_of, restored
 
 __all__ = ["orthogonal", "rotated", "smoothed"]
@@ -38,10 +39,12 @@ def smoothed(
 
     Raises:
         UsageError: α outside [0, 1], or no batches.
-        QuantizationError: a model that is built otherwise, or whose function changed.
+        QuantizationError: a model that is built otherwise, whose function changed, or that is
+            quantized already.
     """
     if not 0 <= alpha <= 1:
         raise UsageError(f"alpha lies in [0, 1], not {alpha}")
+    _refuse_quantized(model)
     parts = residual_of(model)
     work = list(batches)
     if not work:
@@ -78,8 +81,10 @@ def rotated(model: Any, batch: Mapping[str, Any] | None = None, *, seed: int = 0
         seed: of the random signs of Q's rows.
 
     Raises:
-        QuantizationError: a model that is built otherwise, or whose function changed.
+        QuantizationError: a model that is built otherwise, whose function changed, or that is
+            quantized already.
     """
+    _refuse_quantized(model)
     parts = residual_of(model)
     device = parts.embedding.weight.device
     if batch is None:
@@ -121,6 +126,14 @@ def orthogonal(width: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (width, 1), generator=generator).double() * 2 - 1
     return torch.kron(hadamard, cosine) * signs
+
+
+def _refuse_quantized(model: Any) -> None:
+    """Rounded weights would be changed, to no effect."""
+    if is_quantized(model):
+        raise QuantizationError(
+            "a remedy changes what is quantized after it: enter its context before fake_quantize's"
+        )
 
 
 def _times(weight: Tensor, q: Tensor) -> Tensor:

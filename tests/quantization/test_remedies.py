@@ -136,3 +136,16 @@ def test_a_model_that_computes_something_else_is_refused():
     with torch.no_grad(), refused, rotated(model):
         pass
     assert torch.equal(layer.mlp.up_proj.weight, before)
+
+
+@pytest.mark.parametrize("remedy", ["smoothed", "rotated"])
+def test_a_remedy_goes_before_quantization(remedy):
+    model = MODELS["llama"]()
+    with (
+        fake_quantize(model, Scheme("weights", 4)),
+        pytest.raises(QuantizationError, match="before fake_quantize's"),
+        contexts(model)[remedy](),
+    ):
+        pass
+    with torch.no_grad(), contexts(model)[remedy](), fake_quantize(model, Scheme("weights", 4)):
+        model(**batch())
