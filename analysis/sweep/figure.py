@@ -39,7 +39,7 @@ _DASHED = ", asymmetric"
 _RATIO = 10  # of largest to smallest, from which on an axis is logarithmic
 _DECADES = 2.5  # on an axis, up to which 2 and 5 are labelled beside 1
 _MARKERS = "osD^vP*X"
-_NAME = 30  # characters of a name in a legend
+_NAME = 40  # characters of a name in a legend
 _BARS = "bars are ± 1 standard error"
 _PUBLISHED = {model: f"{model}, published" for model in FIGURE_8}
 
