@@ -6,15 +6,16 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from quantdiff.analysis.frames import KINDS, activations_of, figure_data
+from quantdiff.analysis.channels import channel_kinds, plot_channels
+from quantdiff.analysis.frames import KINDS, MAGNITUDE, activations_of, figure_data
+from quantdiff.analysis.heads import draw_heads
 from quantdiff.analysis.maps import plot_maps
 from quantdiff.analysis.style import (
     DOUBLE,
     SINGLE,
     Page,
-    heat_map,
     model_colors,
     save_page,
     set_title,
@@ -29,7 +30,6 @@ __all__ = ["plot", "save_figures"]
 
 Axes: TypeAlias = Any  # of matplotlib, which has no types here
 
-_MAGNITUDE = {"attention_logits": "|attention logit|", "hidden_states": "|hidden state|"}
 _HEIGHT = 2.3  # inches, of figures other than the heat map
 _DECADES = 2  # a wider range than this needs a logarithmic axis
 _NOTHING = 1e-30  # a share that is drawn below every axis
@@ -46,7 +46,9 @@ def plot(
         kind: "layers": the largest attention logit and hidden state of each layer; "heads": the
             largest attention logit of each layer and head, as a heat map; "magnitudes": how the
             magnitudes are distributed; "maps": sinks, negative mass (of softmax,
-            entropy) and context RMS of the attention maps by layer, where they were measured.
+            entropy) and context RMS of the attention maps by layer, where they were measured;
+            "channels": the channels of linear inputs, keys, values and hidden states by their
+            largest magnitude, where they were recorded.
         activation: "attention_logits" or "hidden_states"; None draws a panel for each or, where
             `ax` is given, the attention logits.
         ax: draw one panel here, and not in a new figure.
@@ -57,12 +59,12 @@ def plot(
 
     Raises:
         UsageError: an unknown kind or activation, heads of hidden states, magnitudes of a
-            recording that kept only extremes, or maps that were not measured.
+            recording that kept only extremes, or maps or channels that were not measured.
     """
-    if kind == "maps":
+    if kind in _WHOLE:
         if ax is not None or activation is not None:
-            raise UsageError("the figure of the maps has panels of its own: give kind alone")
-        return plot_maps(profile)
+            raise UsageError(f"the figure of the {kind} has panels of its own: give kind alone")
+        return _WHOLE[kind](profile)
     data = figure_data(profile, kind)
     shown = activations_of(profile, activation)
     if kind == "heads":
@@ -88,7 +90,7 @@ def save_figures(profile: Profile, folder: str | Path) -> list[Path]:
     """Write every figure of a profile as PNG and SVG, and its numbers as CSV.
 
     The same profile gives the same bytes. A profile with only extremes has no figure of magnitudes,
-    one without maps none of them.
+    one without maps or channels none of them.
 
     Returns:
         The files: `layers.png`, `layers.svg`, `layers.csv`, and so on.
@@ -100,6 +102,8 @@ def save_figures(profile: Profile, folder: str | Path) -> list[Path]:
         if kind == "magnitudes" and profile.detail == "extremes":
             continue
         if kind == "maps" and not profile.maps:
+            continue
+        if kind == "channels" and not channel_kinds(profile):
             continue
         written += save_page(plot(profile, kind), folder / kind)
         written.append(folder / f"{kind}.csv")
@@ -147,38 +151,16 @@ def _draw_layers(ax: Axes, profile: Profile, data: pd.DataFrame, activation: str
         ax.set_ylim(0, largest * 1.08)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.set_xlabel("layer")
-    ax.set_ylabel(f"largest {_MAGNITUDE[activation]}")
+    ax.set_ylabel(f"largest {MAGNITUDE[activation]}")
     _legend(ax)
 
 
 def _draw_heads(ax: Axes, profile: Profile, data: pd.DataFrame, activation: str) -> None:
-    table = data.pivot(index="head", columns="layer", values="absmax")
-    kinds = data.groupby("head")["branch"].agg(lambda branch: branch.iloc[0])
-    # One branch above the other, whatever heads the layout pairs.
-    order = kinds.sort_values(kind="stable", na_position="first").index
-    table = table.loc[order]
-    branches = [None if pd.isna(branch) else int(branch) for branch in kinds.loc[order]]
-    ax.set_facecolor("0.85")  # heads that a layer does not have
-    mesh = ax.pcolormesh(
-        np.ma.masked_invalid(table.to_numpy()), cmap=heat_map(), vmin=0, edgecolors="face",
-        linewidth=0.1,
-    )  # fmt: skip
-    for branch in sorted({branch for branch in branches if branch is not None}):
-        rows = [row for row, other in enumerate(branches) if other == branch]
-        if rows[0]:
-            ax.axhline(rows[0], color="white", linewidth=2)
-        ax.text(
-            1.01, rows[0] + len(rows) / 2, f"branch {branch}", transform=ax.get_yaxis_transform(),
-            rotation=270, ha="left", va="center", fontsize=7,
-        )  # fmt: skip
-    width, height = ax.bbox.width / ax.figure.dpi, ax.bbox.height / ax.figure.dpi
-    _cell_ticks(ax.xaxis, table.columns, width, 0.2)
-    _cell_ticks(ax.yaxis, table.index, height, 0.12)
-    ax.set_xlabel("layer")
-    ax.set_ylabel("head")
+    mesh = draw_heads(ax, data)
+    height = ax.bbox.height / ax.figure.dpi
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.015, fraction=0.05, aspect=height / 0.08)
     bar.outline.set_visible(False)
-    bar.set_label(f"largest {_MAGNITUDE[activation]}")
+    bar.set_label(f"largest {MAGNITUDE[activation]}")
 
 
 def _draw_magnitudes(ax: Axes, profile: Profile, data: pd.DataFrame, activation: str) -> None:
@@ -212,7 +194,7 @@ def _draw_magnitudes(ax: Axes, profile: Profile, data: pd.DataFrame, activation:
             xytext=(-2, shift), textcoords="offset points", ha="right", va=va, fontsize=7,
             color="0.25",
         )  # fmt: skip
-    label = _MAGNITUDE[activation]
+    label = MAGNITUDE[activation]
     if len(zeros):
         label += f" ({zeros['count'].sum() / max(part.count, 1):.2g} of all are zero)"
     ax.set_xlabel(label)
@@ -244,17 +226,9 @@ def _legend(ax: Axes) -> None:
     ax.legend(loc="upper left", ncols=2)
 
 
-def _cell_ticks(axis: Any, names: pd.Index, inches: float, apart: float) -> None:
-    """Label every cell of a heat map, or every n-th where they would touch."""
-    need = apart * len(names) / max(inches, 0.1)
-    step = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64, 128, len(names)) if n >= need)
-    places = range(0, len(names), step)
-    axis.set_major_locator(FixedLocator([place + 0.5 for place in places]))
-    axis.set_major_formatter(FuncFormatter(lambda at, _: str(names[int(at)])))
-
-
 _PANELS: dict[str, Callable[[Axes, Profile, pd.DataFrame, str], None]] = {
     "layers": _draw_layers,
     "heads": _draw_heads,
     "magnitudes": _draw_magnitudes,
 }
+_WHOLE: dict[str, Callable[[Profile], Any]] = {"maps": plot_maps, "channels": plot_channels}

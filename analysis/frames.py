@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pandas as pd
 
+from quantdiff.analysis.channels import channels_frame
 from quantdiff.analysis.maps import maps_frame
 from quantdiff.errors import UsageError
 from quantdiff.statistics import Histogram
@@ -12,7 +13,14 @@ from quantdiff.statistics.activations import AttentionLogits, HiddenStates
 from quantdiff.statistics.histogram import BINS_AN_OCTAVE
 from quantdiff.statistics.profile import Profile
 
-__all__ = ["ACTIVATIONS", "KINDS", "activations_of", "figure_data"]
+__all__ = [
+    "ACTIVATIONS",
+    "KINDS",
+    "MAGNITUDE",
+    "activations_of",
+    "branch_histograms",
+    "figure_data",
+]
 
 _STEP = BINS_AN_OCTAVE // 4  # histogram bins in a quarter of an octave
 
@@ -25,11 +33,11 @@ def figure_data(profile: Profile, kind: str) -> pd.DataFrame:
         kind: "layers" (one row an activation, layer and branch), "heads" (one row a layer and
             head) or "magnitudes" (one row an activation, branch and bin of a quarter octave,
             magnitudes in [low, high), and one with low = high = 0 for the zeros, if any) or
-            "maps" (one row a layer and kind of map).
+            "maps" (one row a layer and kind of map) or "channels" (see `channels_frame`).
 
     Raises:
-        UsageError: an unknown kind, magnitudes of a recording that kept only extremes, or maps of
-            one that did not measure them.
+        UsageError: an unknown kind, magnitudes of a recording that kept only extremes, or maps or
+            channels of one that did not measure them.
     """
     if kind not in KINDS:
         raise UsageError(f"there is no figure {kind!r}; choose one of {', '.join(KINDS)}")
@@ -55,6 +63,7 @@ def activations_of(profile: Profile, activation: str | None) -> list[str]:
 
 def _layers(profile: Profile) -> pd.DataFrame:
     frame = profile.to_frame().astype({"absmax": float})
+    frame = frame[frame["activation"].isin(ACTIVATIONS)]
     keys = ["activation", "layer", "branch"]
     # sort=False keeps the activations in their order; a frame's layers are in theirs already.
     return frame.groupby(keys, dropna=False, sort=False)["absmax"].max().reset_index()
@@ -74,7 +83,7 @@ def _magnitudes(profile: Profile) -> pd.DataFrame:
         )
     frames = []
     for activation in ACTIVATIONS:
-        for branch, histogram in _histograms(getattr(profile, activation)):
+        for branch, histogram in branch_histograms(getattr(profile, activation)):
             frame = _bins(histogram)
             frame.insert(0, "activation", activation)
             frame.insert(1, "branch", branch)
@@ -82,7 +91,9 @@ def _magnitudes(profile: Profile) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _histograms(part: AttentionLogits | HiddenStates) -> Iterator[tuple[int | None, Histogram]]:
+def branch_histograms(
+    part: AttentionLogits | HiddenStates,
+) -> Iterator[tuple[int | None, Histogram]]:
     """One histogram a branch, all layers together."""
     totals: dict[int | None, Histogram] = {}
     for site in part.sites:
@@ -120,10 +131,12 @@ def _bins(histogram: Histogram) -> pd.DataFrame:
 
 
 ACTIVATIONS = ("attention_logits", "hidden_states")
+MAGNITUDE = {"attention_logits": "|attention logit|", "hidden_states": "|hidden state|"}
 
 KINDS: dict[str, Callable[[Profile], pd.DataFrame]] = {
     "layers": _layers,
     "heads": _heads,
     "magnitudes": _magnitudes,
     "maps": maps_frame,
+    "channels": channels_frame,
 }

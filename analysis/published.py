@@ -2,15 +2,28 @@
 
 from dataclasses import dataclass
 
+import pandas as pd
+
 __all__ = [
     "FIGURE_8",
     "FIGURE_8_SOURCE",
     "FIGURE_8_UNSAID",
+    "MODELS",
     "SOURCE",
     "TABLE_5",
+    "TOKENS",
     "UNSAID",
     "Published",
+    "figure_8_frame",
+    "table_5_frame",
 ]
+
+MODELS = (
+    "Transformer and DIFF Transformer of 3 billion parameters each (Appendix B): 28 layers, hidden "
+    "size 3,072, head width 128, 24 heads of the one and 12 differential heads of the other, "
+    "trained on 350B tokens"
+)
+TOKENS = 400_000  # of Table 5; "0.4M" is printed
 
 SOURCE = (
     "Differential Transformer, arXiv 2410.05258 (ICLR 2025), Table 5: largest activation values "
@@ -60,3 +73,21 @@ FIGURE_8 = {
     "DIFF-3B": {16: 0.662, 8: 0.663, 6: 0.660, 4: 0.588},
     "Transformer-3B": {16: 0.634, 8: 0.627, 6: 0.589, 4: 0.339},
 }
+
+
+def table_5_frame() -> pd.DataFrame:
+    """Table 5 with the columns of a measured table: model, activation, top1 … top100, median."""
+    return pd.DataFrame([
+        {"model": row.model, "activation": row.activation}
+        | {f"top{n}": value for n, value in row.ranks.items()}
+        | {"median": row.median}
+        for row in TABLE_5
+    ])  # fmt: skip
+
+
+def figure_8_frame() -> pd.DataFrame:
+    """Figure 8, one row a model, and its accuracies by bits: `bits_16`, `bits_8`, …."""
+    return pd.DataFrame([
+        {"model": model} | {f"bits_{bits}": value for bits, value in values.items()}
+        for model, values in FIGURE_8.items()
+    ])  # fmt: skip

@@ -1,16 +1,19 @@
 """The look of every figure: sizes of a paper's columns, one palette, one colour a model."""
 
 import io
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unicodedata import east_asian_width
 
 import matplotlib as mpl
 import numpy as np
 import seaborn as sns
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 
 from quantdiff.analysis.text import shorten
 from quantdiff.files import write_bytes
@@ -20,6 +23,7 @@ __all__ = [
     "SINGLE",
     "Page",
     "heat_map",
+    "legend_below",
     "model_colors",
     "save_page",
     "set_title",
@@ -28,10 +32,21 @@ __all__ = [
 
 SINGLE, DOUBLE = 3.35, 6.9  # inches: one and two columns
 
+_LINE = 0.16  # inches of a line of a legend
+_HANDLE = 0.6  # inches of a line's picture in a legend
+_LETTERS = 14  # to an inch
+
+# For letters that DejaVu Sans lacks, such as Korean ones; those of them that are installed.
+_FURTHER = (
+    "Noto Sans CJK KR", "Noto Sans CJK JP", "Noto Sans CJK SC", "Malgun Gothic", "Yu Gothic",
+    "Microsoft YaHei", "Apple SD Gothic Neo", "Hiragino Sans", "PingFang SC",
+)  # fmt: skip
+_INSTALLED = {font.name for font in fontManager.ttflist}
+
 _SETTINGS: dict[str, Any] = {
     # Named and not "sans-serif": a generic family is looked up when a figure is drawn, in the
     # user's settings and not in these.
-    "font.family": ["DejaVu Sans"],
+    "font.family": ["DejaVu Sans", *(name for name in _FURTHER if name in _INSTALLED)],
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
@@ -138,6 +153,39 @@ def save_page(page: Page, stem: Path) -> list[Path]:
         written.append(stem.with_name(f"{stem.name}.{suffix}"))
         write_bytes(written[-1], buffer.getvalue())
     return written
+
+
+def legend_below(page: Page, entries: Sequence[tuple[str, Any]]) -> None:
+    """Give a page a legend for all its panels, in a strip of its own that is added below.
+
+    Args:
+        page: grows by as many lines as the legend needs.
+        entries: name and what is drawn in front of it; without any there is no legend. Names are
+            shortened where they are wider than the page, and neither `$` nor `_` in them is
+            mathematics.
+    """
+    if not entries:
+        return
+    width, height = page.get_size_inches()
+    names = [name for name, _ in entries]
+    while _HANDLE + max(map(_inches, names)) > width:
+        longest = max(names, key=_inches)
+        names[names.index(longest)] = shorten(longest, len(longest) - 1)
+    # Columns are as wide as their own entries, at most as wide as the widest.
+    needs = [_HANDLE + _inches(name) for name in names]
+    columns = len(names) if sum(needs) < width else max(int(width / max(needs)), 1)
+    page.set_size_inches(width, height + _LINE * math.ceil(len(names) / columns))
+    legend = page.legend(
+        [handle for _, handle in entries], names, loc="outside lower center", ncols=columns,
+        handlelength=2.6,  # long enough that a dashed line is one
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _inches(name: str) -> float:
+    """About how wide a name is in a legend."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in name) / _LETTERS
 
 
 def set_title(target: Any, name: str, rest: str) -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 
-__all__ = ["UNKNOWN", "literal", "number", "shorten", "slug"]
+__all__ = ["UNKNOWN", "four_digits", "literal", "number", "shorten", "slug", "two_digits"]
 
 UNKNOWN = "–"
 
@@ -35,3 +35,15 @@ def number(value: float | None) -> str:
     if not 10 <= abs(value) < 1e7:
         return f"{value:#.3g}"
     return f"{value:.1f}"
+
+
+def four_digits(value: float) -> str:
+    """Four significant digits: widths are compared, which often differ in the fourth."""
+    if value == 0:
+        return "0"
+    return f"{value:.1f}" if 1000 <= abs(value) < 1e7 else f"{value:#.4g}".rstrip(".")
+
+
+def two_digits(error: float) -> str:
+    """Two significant digits of a standard error, for more would claim too much."""
+    return f"{error:.0f}" if error >= 10 else f"{error:#.2g}"

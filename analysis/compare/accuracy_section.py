@@ -1,0 +1,155 @@
+"""The section on accuracy against bits: tables, figures, and paired differences."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from quantdiff.analysis.compare.accuracy import bits_figures, bits_table
+from quantdiff.analysis.compare.difference_figure import difference_data, difference_page
+from quantdiff.analysis.compare.differences import Differences
+from quantdiff.analysis.compare.measured import Measured, data_of
+from quantdiff.analysis.compare.outlier_figures import Colors
+from quantdiff.analysis.compare.paired import LEVEL, RESAMPLES, SEED
+from quantdiff.analysis.compare.parts import Keys, constant, table, warned, words
+from quantdiff.analysis.published import FIGURE_8_SOURCE, FIGURE_8_UNSAID, MODELS, figure_8_frame
+from quantdiff.analysis.report.content import Figure, Part, Section, Shown, Table
+from quantdiff.analysis.sweep.lines import Measure, lines, measures
+from quantdiff.analysis.text import literal
+
+__all__ = ["accuracy_section"]
+
+_NOTHING = "No sweep was given: quantdiff sweep MODEL --eval E --out DIR evaluates low bit widths."
+_NO_ACCURACY = "No accuracy was measured that the paper's Figure 8 could be drawn beside."
+_ONCE = {"baseline": "Baseline:", "metric": "Metric:", "n": "n ="}
+_FEW = 30  # units, below which a percentile interval is too narrow to be taken at its word
+
+
+def accuracy_section(
+    measured: Sequence[tuple[Measured, Differences]],
+    warnings: Sequence[str],
+    colors: Colors,
+    keys: Keys,
+    *,
+    published: bool,
+    drawn: bool,
+) -> Section:
+    """Every evaluation as tables, figures and differences.
+
+    Args:
+        measured: evaluations with their differences.
+        warnings: what must not be compared, one sentence each.
+        colors: of all models of the comparison.
+        keys: gives the parts' keys.
+        published: whether the paper's Figure 8 is drawn beside accuracies.
+        drawn: with figures.
+    """
+    parts: list[Part] = []
+    if not measured:
+        parts += warned([_NOTHING])
+    parts += warned(warnings)
+    printed = False
+    for one, between in measured:
+        parts += warned([*one.warnings, *between.warnings])
+        found = [measure for measure in measures(one.results) if lines(one.results, measure)]
+        parts += [_bits(one, measure, keys) for measure in found]
+        if not printed and any(measure.is_accuracy for measure in found):
+            printed = True
+            parts.append(_figure_8(keys))
+        if drawn:
+            parts += _figures(one, list(colors), keys, published=published)
+        parts += _differences(one, between, keys)
+        if drawn and len(between.models):
+            parts.append(_drawn(one, between, colors, keys))
+    if published and not printed:
+        parts += warned([_NO_ACCURACY])
+    return Section("accuracy", "Accuracy against bits", tuple(parts))
+
+
+def _bits(measured: Measured, measure: Measure, keys: Keys) -> Table:
+    frame, scheme = constant(bits_table(measured, measure), "scheme")
+    caption = data_of(measured)
+    if scheme is not None:
+        caption += f" All in one way: {scheme}."
+    if any(str(name).endswith("_stderr") for name in frame):
+        caption += " ± is one standard error."
+    counts = {row["count"] for row in measured.results.rows if row.get("metric") == measure.metric}
+    if len(counts) == 1:
+        caption += f" n = {counts.pop():,}."
+    key = keys("bits", measure.source, measure.metric)
+    return table(key, literal(measure.label), frame, caption)
+
+
+def _figure_8(keys: Keys) -> Table:
+    caption = f"{FIGURE_8_SOURCE}. {MODELS}. {FIGURE_8_UNSAID}"
+    shown: dict[str, Shown] = {
+        str(name): "{:.3f}".format for name in figure_8_frame() if name != "model"
+    }
+    title = "Accuracy by bits of the attention logits, as the paper prints it"
+    return table(keys("figure-8"), title, figure_8_frame(), caption, shown=shown, published=True)
+
+
+def _figures(
+    measured: Measured, names: Sequence[str], keys: Keys, *, published: bool
+) -> list[Figure]:
+    called = {name: name for name in names}
+    found = []
+    for site, page, frame in bits_figures(measured, called, published=published):
+        what = "not quantized" if site is None else f"{words(site)} quantized"
+        frame = frame.assign(evaluation=measured.source)  # noqa: PLW2901
+        caption = f"{data_of(measured)} Bars are one standard error to either side."
+        accuracies = any(measure.is_accuracy for measure in measures(measured.results))
+        if published and accuracies and site in (None, "attention_logits"):
+            caption += f" Dashed: {FIGURE_8_SOURCE}."
+        title = f"{literal(measured.source)} against bits, {what}"
+        description = f"{', '.join(dict.fromkeys(frame['metric']))} against bits, a line a model."
+        key = keys("figure", measured.source, site or "plain")
+        found.append(Figure(key, title, page, frame, caption, description))
+    return found
+
+
+def _differences(measured: Measured, found: Differences, keys: Keys) -> list[Table]:
+    tables = []
+    for which, frame, title, told in (
+        ("models", found.models, "Differences between models",
+         "The model's value less the baseline's, quantized in the same way to the same width"),
+        ("widths", found.widths, "Differences from 16 bits",
+         "The value at that width less that of the same model at 16 bits"),
+    ):  # fmt: skip
+        if not len(frame):
+            continue
+        caption = f"{data_of(measured)} {told}, on the same {frame['unit'].iloc[0]}."
+        shown = frame.drop(columns=["evaluation", "unit"])
+        # What is the same in all lines is told once.
+        for column, word in _ONCE.items():
+            shown, value = constant(shown, column)
+            if value is not None and value != "16 bits":
+                caption += f" {word} {value}."
+        caption += f" {_how(frame)}"
+        key = keys("differences", which, measured.source)
+        heads = {"low": f"{LEVEL} % from", "high": "to"}
+        title = f"{title}: {literal(measured.source)}"  # noqa: PLW2901
+        tables.append(table(key, title, shown, caption, heads=heads))
+    return tables
+
+
+def _drawn(measured: Measured, found: Differences, colors: Colors, keys: Keys) -> Figure:
+    data = difference_data(found.models)
+    title = f"Differences between models: {literal(measured.source)}"
+    caption = f"{data_of(measured)} Bars are 95 % intervals. {_how(data)}"
+    description = f"Difference of {', '.join(dict.fromkeys(data['metric']))} against bits."
+    key, page = keys("figure-differences", measured.source), difference_page(data, colors)
+    return Figure(key, title, page, data, caption, description)
+
+
+def _how(frame: pd.DataFrame) -> str:
+    told = (
+        f"{LEVEL} % percentile intervals of a paired bootstrap, {RESAMPLES:,} resamples of n "
+        f"units, seed {SEED}; each is for itself, so that of many some exclude 0 by chance. An "
+        "interval without width means that no unit differs."
+    )
+    if "nll" in set(frame["metric"]):
+        told += " nll is in nats a token, windows weighted by their tokens."
+    least = int(frame["n"].min())
+    if least < _FEW:
+        told += f" With {least} units intervals are somewhat too narrow."
+    return told

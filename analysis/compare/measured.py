@@ -1,0 +1,245 @@
+"""Sweeps side by side: evaluations on the same data as if one sweep had made them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantdiff.analysis.compare.alike import Fact, Facts, Group, apart, groups
+from quantdiff.analysis.compare.recorded import fingerprint
+from quantdiff.analysis.compare.runs import Names, Run, SweepRun, place_of
+from quantdiff.analysis.sweep.identity import deciding_versions
+from quantdiff.analysis.sweep.lines import Measure, of_some
+from quantdiff.analysis.sweep.loaded import SweepResults
+from quantdiff.analysis.sweep.results import Row
+from quantdiff.analysis.text import literal
+
+__all__ = ["Measured", "data_of", "measured_groups"]
+
+_SHOWN = ("tokens", "questions", "seq_len")  # settings that are told where they differ
+_MADE_BY = ("dtype", "device", "attention")  # entries of a model, as `sweep` itself compares them
+
+
+@dataclass(frozen=True, eq=False)
+class _Evaluated:
+    """One evaluation of one model in one sweep."""
+
+    run: SweepRun
+    model: str
+    label: str
+    evaluation: str
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What `sweep.json` says of the model."""
+        told: dict[str, Any] = self.run.results.record["models"][self.model]
+        return told
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What it says of the evaluation: source, data, settings."""
+        told: dict[str, Any] = self.about["evaluations"][self.evaluation]
+        return told
+
+    @property
+    def source(self) -> str:
+        """The evaluation without the folders of its file."""
+        return Measure(self.evaluation, "").source
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its lines."""
+        return [
+            row
+            for row in self.run.results.rows
+            if (row["model"], row["eval"]) == (self.model, self.evaluation)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One evaluation of several models, all on the same data.
+
+    Attributes:
+        evaluation: its name in the first sweep.
+        source: its name without the folders of its file.
+        data: `source`, `data` (the fingerprint) and `settings`, as in `sweep.json`.
+        dtype: of the models.
+        results: as of one sweep, whose models are all labels of the comparison.
+        folders: cell that succeeded -> the folder that holds its items.
+        labels: of the models that were measured.
+        warnings: what a reader must know, one sentence each.
+    """
+
+    evaluation: str
+    source: str
+    data: dict[str, Any]
+    dtype: str
+    results: SweepResults
+    folders: dict[str, Path]
+    labels: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def measured_groups(runs: Sequence[Run], names: Names) -> tuple[list[Measured], list[str]]:
+    """The evaluations among some runs, each on the same data, and what must not be compared.
+
+    Args:
+        runs: of all kinds.
+        names: of their models.
+
+    Returns:
+        The evaluations in the order of their first, and a sentence for each that has the name of
+        another, but other data, settings, dtype, device, attention or versions.
+    """
+    found = groups(list(_evaluated(runs, names)), _facts)
+    by_name: dict[str, list[Group[_Evaluated]]] = {}
+    for group in found:
+        by_name.setdefault(group.members[0].source, []).append(group)
+    sentences = [
+        sentence
+        for source, alike in by_name.items()
+        for sentence in apart(f"Results of {literal(source)}", alike, lambda one: one.label)
+    ]
+    sentences += [
+        f"The sweep in {place_of(run)} is not finished: {run.results.missing:,} of "
+        f"{len(run.results.record['cells']):,} cells are missing."
+        for run in runs
+        if isinstance(run, SweepRun) and run.results.missing
+    ]
+    sentences += [
+        f"{place_of(run)} holds cells of some layers or heads, which are no accuracy at a width "
+        "and stand in no table here: quantdiff sweep ranks them."
+        for run in runs
+        if isinstance(run, SweepRun) and any(map(of_some, run.results.rows))
+    ]
+    return [_merged(group, names) for group in found], sentences
+
+
+def data_of(measured: Measured) -> str:
+    """What was measured on what, as a sentence for captions."""
+    settings, source = measured.data["settings"], literal(measured.data["source"])
+    if "tokens" in settings:
+        told = (
+            f"{literal(measured.source)} over {settings['tokens']:,} tokens of {source} in windows "
+            f"of {settings['seq_len']:,}"
+        )
+    elif "questions" in settings:
+        told = f"{literal(measured.source)}, {settings['questions']:,} questions"
+    else:
+        told = f"{literal(measured.source)} on {source}"
+    return f"{told} (data {fingerprint(measured.data['data'])}); models in {measured.dtype}."
+
+
+def _evaluated(runs: Sequence[Run], names: Names) -> Iterator[_Evaluated]:
+    for run in runs:
+        if isinstance(run, SweepRun):
+            for model, about in run.results.record["models"].items():
+                for evaluation in about["evaluations"]:
+                    yield _Evaluated(run, model, names.of(run, model), evaluation)
+
+
+def _facts(one: _Evaluated) -> Facts:
+    data, settings = one.data, one.data["settings"]
+    versions = one.run.results.record["versions"]
+    told = f"{literal(data['source'])} {fingerprint(data['data'])}"
+    shown = {name: settings[name] for name in _SHOWN if name in settings}
+    rest = {name: value for name, value in settings.items() if name not in shown}
+    return {
+        "evaluation": Fact(one.evaluation.partition(":")[0]),
+        "data": Fact(data["data"], told),
+        **{name: Fact(value, f"{value:,}") for name, value in shown.items()},
+        "settings": Fact(json.dumps(rest, sort_keys=True)),
+        **{name: Fact(one.about[name], str(one.about[name])) for name in _MADE_BY},
+        **{name: Fact(versions.get(name), str(versions.get(name))) for name in deciding_versions()},
+    }
+
+
+def _merged(group: Group[_Evaluated], names: Names) -> Measured:
+    """One sweep of all; what was measured twice and differently is shown once, and told."""
+    first = group.members[0]
+    rows: list[Row] = []
+    folders: dict[str, Path] = {}
+    owners: dict[tuple[str, str], SweepRun] = {}
+    ranges: dict[tuple[str, str], str | None] = {}  # the calibration of each line of a figure
+    models: dict[str, Any] = {
+        label: {"evaluations": {}, "calibration": None} for label in names.labels
+    }
+    sentences: list[str] = []
+    # A failure is shown where nothing else is, once.
+    seen = {
+        (one.label, _way(row)) for one in group.members for row in one.rows if row["status"] == "ok"
+    }
+    for one in group.members:
+        models[one.label] = one.about | {"evaluations": {first.evaluation: one.data}}
+        twice = failed = 0
+        for row in one.rows:
+            place = one.label, _way(row)
+            if row["status"] != "ok":
+                if place not in seen:
+                    seen.add(place)
+                    failed += 1
+                    rows.append(row | {"model": one.label, "eval": first.evaluation})
+                continue
+            if row["cell"] in folders and folders[row["cell"]] != one.run.folder:
+                continue  # the very same cell, in another folder
+            calibration = row["options"].get("calibration")
+            if (
+                ranges.setdefault((one.label, _way(row, bits=False)), calibration) != calibration
+                or owners.setdefault(place, one.run) is not one.run
+            ):
+                twice += 1
+                continue
+            folders[row["cell"]] = one.run.folder
+            rows.append(row | {"model": one.label, "eval": first.evaluation})
+        if twice:
+            sentences.append(
+                f"{one.label} was measured a second time with {literal(one.source)} in "
+                f"{place_of(one.run)}: what stands here is the first."
+            )
+        if failed:
+            sentences.append(
+                f"{one.label}: {failed} cell{'s' * (failed > 1)} of {literal(one.source)} failed."
+            )
+    record = {
+        "models": models,
+        "cells": list(dict.fromkeys(row["cell"] for row in rows)),
+        "versions": first.run.results.record["versions"],
+        "commands": [],
+    }
+    sentences += _calibrations(group)
+    return Measured(
+        evaluation=first.evaluation,
+        source=first.source,
+        data=first.data,
+        dtype=str(first.about["dtype"]),
+        results=SweepResults(first.run.folder, record, rows),
+        folders=folders,
+        labels=tuple(dict.fromkeys(one.label for one in group.members)),
+        warnings=tuple(dict.fromkeys(sentences)),
+    )
+
+
+def _way(row: Row, *, bits: bool = True) -> str:
+    """All that tells a row's cell, or its line over bits, from the others of its model."""
+    options = {name: value for name, value in row["options"].items() if name != "calibration"}
+    # Schemes together are told in the options.
+    parts = [row["site"], row["range"], row["granularity"], options]
+    return json.dumps([*parts, row["bits"]] if bits else parts, sort_keys=True)
+
+
+def _calibrations(group: Group[_Evaluated]) -> list[str]:
+    """Static ranges of several models, from more than one text."""
+    static = [
+        one
+        for one in group.members
+        if any("calibration" in row["options"] for row in one.rows) and one.about["calibration"]
+    ]
+    texts = {
+        one.label: (one.about["calibration"].get("data") or {}).get("fingerprint") for one in static
+    }
+    if len(set(texts.values())) < 2:
+        return []
+    told = ", ".join(f"{label} on {fingerprint(mark)}" for label, mark in texts.items())
+    return [f"Static ranges were calibrated on different texts: {told}."]
