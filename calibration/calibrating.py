@@ -1,7 +1,7 @@
 """Calibration: the recorder run once over text, and a table of what it saw."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -30,10 +30,11 @@ def calibrate(
     source: str = "",
     batch_size: int = 1,
     layout: str | None = None,
+    sites: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> CalibrationTable:
-    """Record a model's attention logits over some batches and make the table for all observers.
+    """Record a model's activations over some batches and make the table for all observers.
 
     The model runs over the data once. Padding (by `attention_mask`) never counts, and neither the
     order of the batches nor what stands together in one changes a range.
@@ -46,6 +47,8 @@ def calibrate(
         source: name of the data, for the record; that of windows by default.
         batch_size: windows in one forward pass; unused for batches.
         layout: head layout of a model that quantdiff does not know, as in `quantdiff.record`.
+        sites: whose ranges are held beside those of the attention logits: `linear_inputs`, `keys`,
+            `values`, `hidden_states`.
         progress: told the number of tokens after each pass.
         stop: asked after each pass; True ends the calibration, whose table is then marked partial.
 
@@ -67,7 +70,7 @@ def calibrate(
     )
     device, options = model_device(model), forward_options(model)
     partial, earlier = False, None
-    with record(model, top_k=0, detail="full", layout=layout) as recorder:
+    with record(model, top_k=0, detail="full", layout=layout, sites=sites) as recorder:
         for number, batch in enumerate(work):
             model(**_moved(batch, device), **options)
             if progress is not None:

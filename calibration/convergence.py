@@ -52,7 +52,7 @@ def movement(
 
     Args:
         sites: name and layer of each site, at least one.
-        earlier, whole: its (least, most), (H,) each.
+        earlier, whole: its (least, most), (H,) or (H, C) each.
         symmetric: only the magnitude counts.
         per_head: whether the ranges of a site differ.
     """
@@ -62,10 +62,11 @@ def movement(
     if not per_head:
         changes = [change[:1] for change in changes]
     s = int(np.argmax([change.max() for change in changes]))
-    head = int(changes[s].argmax())
+    worst = int(changes[s].argmax())
+    head = worst // (changes[s].size // len(whole[s][0]) or 1)
     name, layer = sites[s]
     return Moved(
-        largest=float(changes[s][head]),
+        largest=float(changes[s][worst]),
         median=float(np.median(np.concatenate(changes))),
         site=name,
         layer=layer,
@@ -74,7 +75,9 @@ def movement(
 
 
 def _change(before: Range, after: Range, symmetric: bool) -> NDArray[np.float64]:
-    old, new = (np.stack(ends).astype(np.float64) for ends in (before, after))  # (2, H)
+    old, new = (
+        np.stack(ends).astype(np.float64).reshape(2, -1) for ends in (before, after)
+    )  # (2, H·C)
     if symmetric:
         old, new = np.abs(old).max(0, keepdims=True), np.abs(new).max(0, keepdims=True)
     size = np.abs(new).max(0)

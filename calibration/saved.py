@@ -8,10 +8,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from quantdiff.calibration.sites import Kind
 from quantdiff.calibration.table import SITE, CalibrationTable
 from quantdiff.errors import UsageError
 from quantdiff.files import write_bytes, write_json
-from quantdiff.statistics.storage import Arrays, from_arrays, read_content, to_arrays
+from quantdiff.quantization.scheme import STATIC
+from quantdiff.statistics.activations import RECORDED
+from quantdiff.statistics.arrays import Arrays, from_arrays, to_arrays
+from quantdiff.statistics.storage import read_content
 
 __all__ = ["FORMAT", "load_table", "same", "save_table", "to_json"]
 
@@ -42,7 +46,10 @@ def _told(table: CalibrationTable) -> dict[str, Any]:
         "format": f"{FORMAT}/{VERSION}",
         "model": table.model,
         "data": table.data,
-        "definition": {SITE: table.definition},
+        "definition": {
+            SITE: table.definition,
+            **{kind: part.definition for kind, part in table.more.items()},
+        },
         "partial": table.partial,
         "versions": table.versions,
         "command": table.command,
@@ -66,7 +73,28 @@ def _told(table: CalibrationTable) -> dict[str, Any]:
                 for site in table.sites
             ],
         },
+        **{kind: _kind(kind, part) for kind, part in table.more.items()},
     }
+
+
+def _kind(name: str, kind: Kind) -> dict[str, Any]:
+    """The entry of a kind of site beside the logits."""
+    sites: list[dict[str, Any]] = []
+    for site in kind.sites:
+        rows = [
+            {
+                "count": int(site.count[g]),
+                "min": float(site.min[g]) if site.count[g] else None,
+                "max": float(site.max[g]) if site.count[g] else None,
+            }
+            for g in range(site.groups)
+        ]
+        place: dict[str, Any] = {"name": site.name, "layer": site.layer}
+        if "head" in STATIC[name]:
+            sites.append({**place, "heads": [{"head": g, **row} for g, row in enumerate(rows)]})
+        else:
+            sites.append({**place, **rows[0]})
+    return {"count": int(sum(site.count.sum() for site in kind.sites)), "sites": sites}
 
 
 def load_table(folder: Path) -> CalibrationTable:
@@ -89,6 +117,17 @@ def load_table(folder: Path) -> CalibrationTable:
             sites=from_arrays(SITE, described, arrays),
             branches=branches,
             earlier=from_arrays(_EARLIER, described, arrays) if held else None,
+            more={
+                kind: Kind(
+                    content["definition"][kind],
+                    from_arrays(kind, content[kind]["sites"], arrays),
+                    from_arrays(f"{_EARLIER}_{kind}", content[kind]["sites"], arrays)
+                    if held
+                    else None,
+                )
+                for kind in RECORDED
+                if kind in content
+            },
             partial=content["partial"],
             versions=content["versions"],
             command=content["command"],
@@ -112,4 +151,9 @@ def _arrays(table: CalibrationTable) -> Arrays:
     if table.earlier is not None:
         first = to_arrays(table.earlier)
         arrays |= {f"{_EARLIER}.{name}": array for name, array in first.items()}
+    for kind, part in table.more.items():
+        arrays |= {f"{kind}.{name}": array for name, array in to_arrays(part.sites).items()}
+        if part.earlier is not None:
+            first = to_arrays(part.earlier)
+            arrays |= {f"{_EARLIER}_{kind}.{name}": array for name, array in first.items()}
     return arrays

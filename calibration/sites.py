@@ -2,16 +2,60 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quantdiff.errors import UsageError
+from quantdiff.statistics.activations import Activations
+from quantdiff.statistics.channels import Channels
 from quantdiff.statistics.histogram import Histogram
+from quantdiff.statistics.profile import Profile
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.top import Top
 
-__all__ = ["check_sites", "joined", "light", "merged", "shape"]
+__all__ = ["Kind", "check_sites", "joined", "kinds_of", "light", "merged", "shape"]
 
 _COORDINATES = 5  # of a logit among the largest; a table keeps none
+
+
+@dataclass(eq=False)
+class Kind:
+    """What a calibration saw of one kind of site beside the attention logits.
+
+    Attributes:
+        definition: what was counted, in words.
+        sites: in order of the layers; the groups of `keys` and `values` are heads.
+        earlier: the same after the first part of the data, or None.
+    """
+
+    definition: str
+    sites: list[SiteStatistics]
+    earlier: list[SiteStatistics] | None = None
+
+    def merge(self, other: "Kind") -> "Kind":
+        """Both as one; of first parts, those that there are."""
+        firsts = [kind.earlier for kind in (self, other) if kind.earlier is not None]
+        return Kind(
+            self.definition,
+            merged(self.sites, other.sites),
+            merged(*firsts) if firsts else None,
+        )
+
+
+def kinds_of(profile: Profile, earlier: Profile | None) -> dict[str, Kind]:
+    """The kinds of sites that a recording was asked for, as copies of what the observers need."""
+    found: dict[str, Kind] = {}
+    for kind, part in _asked(profile).items():
+        first = None if earlier is None else [light(s) for s in _asked(earlier)[kind].sites]
+        found[kind] = Kind(profile.definition[kind], [light(s) for s in part.sites], first)
+    return found
+
+
+def _asked(profile: Profile) -> dict[str, Activations]:
+    parts: dict[str, Activations] = dict(profile.sites)
+    if any(site.channels is not None for site in profile.hidden_states.sites):
+        parts["hidden_states"] = profile.hidden_states
+    return parts
 
 
 def light(site: SiteStatistics) -> SiteStatistics:
@@ -32,6 +76,9 @@ def light(site: SiteStatistics) -> SiteStatistics:
         histogram=Histogram(
             site.histogram.counts.copy(), site.histogram.first, site.histogram.zeros.copy()
         ),
+        channels=None
+        if site.channels is None
+        else Channels(site.channels.min.copy(), site.channels.max.copy()),
     )
 
 
@@ -44,9 +91,9 @@ def merged(*parts: list[SiteStatistics]) -> list[SiteStatistics]:
     return result
 
 
-def shape(sites: list[SiteStatistics]) -> list[tuple[str, int, int]]:
-    """Name, layer and number of heads of each site."""
-    return [(site.name, site.layer, site.groups) for site in sites]
+def shape(sites: list[SiteStatistics]) -> list[tuple[str, int, int, int]]:
+    """Name, layer, number of heads and of channels of each site."""
+    return [(site.name, site.layer, site.groups, site.width) for site in sites]
 
 
 def check_sites(

@@ -3,17 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quantdiff.calibration.convergence import LARGEST, MEDIAN, Moved, movement
 from quantdiff.calibration.observers import OBSERVERS, Observed, Range, observe
-from quantdiff.calibration.sites import check_sites, joined, light, merged, shape
+from quantdiff.calibration.sites import Kind, check_sites, joined, kinds_of, light, merged, shape
 from quantdiff.errors import UsageError
-from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.scheme import STATIC, Scheme
 from quantdiff.statistics.profile import Profile
 from quantdiff.statistics.site import SiteStatistics
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["SHOWN", "SITE", "CalibrationTable"]
 
@@ -27,12 +30,15 @@ SHOWN = {
     "entropy at 8 bits": Scheme(SITE, 8, "entropy"),
 }
 _PREPARED = 8  # sites; what is prepared takes many times the memory of the histogram
-_JUDGED = Scheme(SITE, 8, "percentile:99.9", "head")
+_JUDGED = "percentile:99.9"
 
 
 @dataclass(eq=False)
 class CalibrationTable:
-    """Histograms and extremes of a model's attention logits, and the ranges that follow from them.
+    """Histograms and extremes of a model's activations, and the ranges that follow from them.
+
+    It always holds the attention logits; linear inputs, keys, values and hidden states where they
+    were asked for.
 
     Attributes:
         model: name, family, layout, parameters, dtype.
@@ -44,6 +50,7 @@ class CalibrationTable:
         earlier: the same sites after the first part of the data, about three quarters of the
             tokens; None where the data came in one batch. Of a merged table the first parts of
             both tables together.
+        more: the other sites, by their kind.
         partial: the calibration was cut short.
         versions: of the libraries that the numbers depend on.
         command: the command line that made it, if one did.
@@ -55,11 +62,12 @@ class CalibrationTable:
     sites: list[SiteStatistics]
     branches: dict[int, list[int | None]]
     earlier: list[SiteStatistics] | None = None
+    more: dict[str, Kind] = field(default_factory=dict)
     partial: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     command: str | None = None
-    _ranges: dict[tuple[Scheme, str, bool], Range] = field(default_factory=dict, repr=False)
-    _observed: dict[tuple[str, str, bool], Observed] = field(default_factory=dict, repr=False)
+    _ranges: dict[tuple[Any, str, bool], Range] = field(default_factory=dict, repr=False)
+    _observed: dict[tuple[str, str, str, bool], Observed] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_profile(cls, profile: Profile, earlier: Profile | None = None) -> "CalibrationTable":
@@ -73,7 +81,7 @@ class CalibrationTable:
             UsageError: only extremes were recorded, or `earlier` has other sites.
         """
         part = profile.attention_logits
-        sites = [light(site) for site in part.sites]
+        sites, more = [light(site) for site in part.sites], kinds_of(profile, earlier)
         data = dict(profile.data)
         first = None
         if earlier is not None:
@@ -91,6 +99,7 @@ class CalibrationTable:
             sites=sites,
             branches={layer: list(heads) for layer, heads in part.branches.items()},
             earlier=first,
+            more=more,
             partial=profile.partial,
             versions=dict(profile.versions),
             command=profile.command,
@@ -100,13 +109,14 @@ class CalibrationTable:
         """The range of a static scheme at one site.
 
         Args:
-            scheme: of `attention_logits`, static, with 2 to 8 bits.
+            scheme: static, with 2 to 8 bits.
             name: of the site, a module path.
 
         Returns:
-            (least, most), fp32, (H,) each, finite; copies. For the granularity `head` each head's
-            own; for `tensor` that of all heads and both branches together, H times. 0 and 0 where
-            nothing was seen.
+            (least, most), fp32, finite; copies. Of attention logits, keys and values (H,) each: for
+            the granularity `head` each head's own, for `tensor` that of all heads and both branches
+            together, H times; for `channel` (H, C) each. Of linear inputs and hidden states (1,)
+            each. 0 and 0 where nothing was seen.
 
         Raises:
             UsageError: a dynamic scheme, or a site or an observer that the table lacks.
@@ -126,15 +136,15 @@ class CalibrationTable:
             UsageError: as `range`.
         """
         self._check(scheme)
-        if self.earlier is None:
+        if self.earlier is None or self._seen(scheme.site, first=True) is None:
             return None
-        names = [site.name for site in self.sites]
+        sites = [(site.name, site.layer) for site in self._seen(scheme.site, first=False) or []]
         return movement(
-            [(site.name, site.layer) for site in self.sites],
-            [self._range(scheme, name, first=True) for name in names],
-            [self._range(scheme, name, first=False) for name in names],
+            sites,
+            [self._range(scheme, name, first=True) for name, _ in sites],
+            [self._range(scheme, name, first=False) for name, _ in sites],
             symmetric=scheme.symmetric,
-            per_head=scheme.granularity == "head",
+            per_head=scheme.granularity in ("head", "channel"),
         )
 
     def convergence(self) -> dict[str, dict[str, float]]:
@@ -150,22 +160,42 @@ class CalibrationTable:
         """One sentence where the data were too little, by the 99.9th percentile of each head.
 
         They were if half of the heads moved by more than 2 % over the last part of the data, or one
-        of them by more than 10 %; `calibration/convergence.py` says why these.
+        of them by more than 10 %; `calibration/convergence.py` says why these. Of sites without
+        heads the modules are judged.
         """
-        moved = self.moved(_JUDGED)
-        if moved is None:
+        for site in (SITE, *self.more):
+            kind = "head" if "head" in STATIC[site] else "tensor"
+            moved = self.moved(Scheme(site, 8, _JUDGED, kind))
+            if moved is None:
+                return (
+                    "whether the ranges have converged is unknown, since the data came in one "
+                    "batch; calibrate on more tokens, in several batches"
+                )
+            if moved.median <= MEDIAN and moved.largest <= LARGEST:
+                continue
+            share = 1 - self.data["earlier_tokens"] / self.data["tokens"]
+            words = "" if site == SITE else f" of the {site.replace('_', ' ')}"
+            where = f"layer {moved.layer}"
+            where += f" ({moved.site})" if moved.head is None else f", head {moved.head}"
             return (
-                "whether the ranges have converged is unknown, since the data came in one batch; "
-                "calibrate on more tokens, in several batches"
+                f"the calibration data were too little: over their last {share:.0%} the 99.9th "
+                f"percentile{words} moved by {moved.largest:.1%} in {where}, and by "
+                f"{moved.median:.1%} in the median {'module' if moved.head is None else 'head'}; "
+                "calibrate on more tokens"
             )
-        if moved.median <= MEDIAN and moved.largest <= LARGEST:
-            return None
-        share = 1 - self.data["earlier_tokens"] / self.data["tokens"]
-        return (
-            f"the calibration data were too little: over their last {share:.0%} the 99.9th "
-            f"percentile moved by {moved.largest:.1%} in layer {moved.layer}, head {moved.head}, "
-            f"and by {moved.median:.1%} in the median head; calibrate on more tokens"
-        )
+        return None
+
+    def check_site(self, site: str) -> None:
+        """Refuse a site of which the table holds nothing.
+
+        Raises:
+            UsageError: names it and the remedy.
+        """
+        if site != SITE and site not in self.more:
+            raise UsageError(
+                f"this calibration of {self.model.get('name')} holds no ranges of {site}: "
+                f"calibrate again with sites=({site!r},), or --sites {site}"
+            )
 
     def check_model(self, sites: Mapping[str, tuple[int, int]]) -> None:
         """Refuse a model that this table was not made for.
@@ -187,8 +217,7 @@ class CalibrationTable:
         Raises:
             UsageError: tables of different models or definitions.
         """
-        mine = (self.model, self.definition, shape(self.sites))
-        if mine != (other.model, other.definition, shape(other.sites)):
+        if _told(self) != _told(other):
             raise UsageError(
                 f"calibrations of {self.model.get('name')!r} and {other.model.get('name')!r} do "
                 "not measure the same thing and cannot be merged"
@@ -202,6 +231,7 @@ class CalibrationTable:
             sites=merged(self.sites, other.sites),
             branches={layer: list(heads) for layer, heads in self.branches.items()},
             earlier=merged(*firsts) if firsts else None,
+            more={kind: part.merge(other.more[kind]) for kind, part in self.more.items()},
             partial=self.partial or other.partial,
             versions=versions,
             command=self.command if self.command == other.command else None,
@@ -230,49 +260,89 @@ class CalibrationTable:
 
         return same(self, other)
 
+    def to_frame(self, granularity: str = "tensor") -> "pd.DataFrame":
+        """The ranges of the attention logits that each observer finds; see `ranges_frame`."""
+        from quantdiff.calibration.frames import ranges_frame
+
+        return ranges_frame(self, granularity)
+
+    def plot(self, *, ax: Any = None) -> Any:
+        """Draw the ranges of the attention logits by layer; see `quantdiff.plot_ranges`."""
+        import quantdiff
+
+        return quantdiff.plot_ranges(self, ax=ax)
+
     def __repr__(self) -> str:
         heads = sum(site.groups for site in self.sites)
+        more = "".join(f", {kind}" for kind in self.more)
         return (
             f"CalibrationTable of {self.model.get('name')}: {len(self.sites)} attention sites, "
-            f"{heads} heads, {self.data['tokens']:,} tokens of {self.data['source'] or 'a batch'}"
-            f"{', partial' if self.partial else ''}"
+            f"{heads} heads{more}, {self.data['tokens']:,} tokens of "
+            f"{self.data['source'] or 'a batch'}{', partial' if self.partial else ''}"
         )
 
+    def _repr_html_(self) -> str:
+        import quantdiff
+
+        return quantdiff.to_html(self)
+
     def _check(self, scheme: Scheme) -> None:
-        if scheme.site != SITE:
-            raise UsageError(f"this calibration holds ranges for {SITE} alone, not {scheme.site}")
         if not scheme.static:
             raise UsageError(
                 f"a dynamic scheme needs no calibration; its range is one of {', '.join(OBSERVERS)}"
             )
         if not scheme.quantizes:
             raise UsageError(f"{scheme.bits} bits are not quantized and have no range")
+        self.check_site(scheme.site)
+
+    def _seen(self, kind: str, *, first: bool) -> list[SiteStatistics] | None:
+        """The sites of a kind, or what they were after the first part of the data."""
+        if kind == SITE:
+            return self.earlier if first else self.sites
+        return self.more[kind].earlier if first else self.more[kind].sites
 
     def _range(self, scheme: Scheme, name: str, *, first: bool) -> Range:
-        key = scheme, name, first
+        # Without layers, heads and newest tokens, which leave the ranges as they are.
+        kind = scheme.site, scheme.bits, scheme.range, scheme.granularity, scheme.symmetric
+        key = kind, name, first
         if key not in self._ranges:
-            observed = self._find(name, scheme.granularity, first)
-            found = observe(
-                scheme.observer, observed, scheme.bits, scheme.symmetric, scheme.percentile
-            )
-            heads = self._find(name, "head", first).histogram.groups
-            least, most = (np.broadcast_to(end, (heads,)) for end in found)
+            site = self._site(scheme.site, name, first=first)
+            if scheme.granularity == "channel":
+                assert site.channels is not None
+                empty = site.channels.min > site.channels.max
+                least, most = (
+                    np.where(empty, np.float32(0), end)
+                    for end in (site.channels.min, site.channels.max)
+                )  # (H, C) each
+            else:
+                found = observe(
+                    scheme.observer, self._find(scheme, name, first=first), scheme.bits,
+                    scheme.symmetric, scheme.percentile,
+                )  # fmt: skip
+                least, most = (np.broadcast_to(end, (site.groups,)) for end in found)
             self._ranges[key] = least, most
         return self._ranges[key]
 
-    def _find(self, name: str, granularity: str, first: bool) -> Observed:
+    def _site(self, kind: str, name: str, *, first: bool) -> SiteStatistics:
+        for site in self._seen(kind, first=first) or []:
+            if site.name == name:
+                return site
+        raise UsageError(f"this calibration of {self.model.get('name')} has nothing for {name}")
+
+    def _find(self, scheme: Scheme, name: str, *, first: bool) -> Observed:
         """What was seen at a site, prepared for all observers and widths."""
-        key = name, granularity, first
+        key = scheme.site, name, scheme.granularity, first
         if key not in self._observed:
-            sites = self.earlier if first else self.sites
-            site = next((site for site in sites or [] if site.name == name), None)
-            if site is None:
-                raise UsageError(
-                    f"this calibration of {self.model.get('name')} has nothing for {name}"
-                )
+            site = self._site(scheme.site, name, first=first)
             assert site.histogram is not None
             if len(self._observed) >= _PREPARED:
                 self._observed.clear()
             seen = Observed(site.histogram, site.min, site.max)
-            self._observed[key] = seen if granularity == "head" else seen.total()
+            self._observed[key] = seen if scheme.granularity == "head" else seen.total()
         return self._observed[key]
+
+
+def _told(table: CalibrationTable) -> Any:
+    """What tables must have in common to be merged."""
+    more = {kind: (part.definition, shape(part.sites)) for kind, part in table.more.items()}
+    return table.model, table.definition, shape(table.sites), more

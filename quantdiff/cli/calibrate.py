@@ -23,6 +23,8 @@ Examples:
   quantdiff calibrate ./my-model --data train.jsonl --tokens 100000 --batch-size 4 --out runs/mine
 
   quantdiff calibrate ./my-model --data notes.txt --json
+
+  quantdiff calibrate smollm2-135m --sites linear_inputs,keys,values --out runs/sites
 """
 
 OWNED = ("calibration.safetensors",)
@@ -55,13 +57,22 @@ def calibrate(
             "adjacent, adjacent_shared or grouped:R.",
         ),
     ] = None,
+    sites: Annotated[
+        list[str],
+        typer.Option(
+            "--sites",
+            help="Whose ranges to keep beside those of the logits: linear_inputs, keys, values, "
+            "hidden_states, or all. Lists have commas.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006  (typer copies it)
     attention: common.Attention = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
     trust_remote_code: common.TrustRemoteCode = False,
     as_json: common.Json = False,
 ) -> None:
-    """Calibrate a model: record its attention logits once, for every observer and bit width."""
+    """Calibrate a model: record its activations once, for every observer and bit width."""
     from quantdiff.analysis.profiling import check_length
     from quantdiff.calibration import calibrate as run
     from quantdiff.calibration import text_windows
@@ -69,6 +80,7 @@ def calibrate(
     from quantdiff.files import staged_folder
     from quantdiff.models import context_length, load
 
+    asked = common.sites_of(sites)
     if as_json:
         common.silence_libraries()
     with ExitStack() as stack:
@@ -96,8 +108,9 @@ def calibrate(
             common.token_progress("calibrating", windows.tokens, quiet=as_json) as progress,
         ):
             table = run(
-                loaded, windows, batch_size=batch_size, layout=layout, progress=progress, stop=stop
-            )
+                loaded, windows, batch_size=batch_size, layout=layout, sites=asked,
+                progress=progress, stop=stop,
+            )  # fmt: skip
         table.command = common.command_line()
         if stage is not None:
             table.save(stage)
@@ -129,6 +142,9 @@ def _print(table: "CalibrationTable", out: Path | None) -> None:
     )
     console.print(head)
     console.print(_ranges(table))
+    for kind, part in table.more.items():
+        held = f"ranges of the {kind.replace('_', ' ')} of {len(part.sites)} modules are kept too"
+        console.print(held, highlight=False, soft_wrap=True)
     for line in _movement(table):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if out is not None:

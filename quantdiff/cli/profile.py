@@ -25,13 +25,15 @@ Examples:
   quantdiff profile ./my-model --data notes.txt --detail extremes --json
 
   quantdiff profile ./my-diff-model --maps --out runs/maps
+
+  quantdiff profile smollm2-135m --sites linear_inputs,keys,values --out runs/sites
 """
 
 
 TOKENS = 16384
 OWNED = (
     "profile.safetensors", "figures/layers.*", "figures/heads.*", "figures/magnitudes.*",
-    "figures/maps.*",
+    "figures/maps.*", "figures/channels.*",
 )  # fmt: skip
 
 
@@ -70,6 +72,15 @@ def profile(
         bool,
         typer.Option("--maps", help="Measure the attention maps too: sinks, negative mass, …."),
     ] = False,
+    sites: Annotated[
+        list[str],
+        typer.Option(
+            "--sites",
+            help="Record the outliers of other sites too, by channel and token: linear_inputs, "
+            "keys, values, hidden_states, or all. Lists have commas.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006  (typer copies it)
     passages: Annotated[
         Path | None,
         typer.Option(
@@ -105,6 +116,7 @@ def profile(
         raise UsageError("--passages stands in place of --data and --tokens: leave them out")
     if layout is not None:
         profiling.check_layout(layout)
+    asked = common.sites_of(sites)
     if as_json:
         common.silence_libraries()
     with ExitStack() as stack:
@@ -139,7 +151,8 @@ def profile(
         ):
             recorded = profiling.profile_text(
                 loaded, windows, batch_size=batch_size, top_k=top, detail=detail.value,
-                layout=layout, maps=maps or bool(spans), spans=spans, progress=progress, stop=stop,
+                layout=layout, maps=maps or bool(spans), spans=spans, sites=asked,
+                progress=progress, stop=stop,
             )  # fmt: skip
         recorded.command = common.command_line()
         if stage is not None:

@@ -19,7 +19,7 @@ from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
 
-__all__ = ["BareCalls"]
+__all__ = ["BareCalls", "Call"]
 
 Call = SdpaCall | FlashCall
 # Takes a call, and may give what it computes: (pass, site, heads, logits, call).

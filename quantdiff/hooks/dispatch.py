@@ -42,6 +42,7 @@ class AttentionCall:
         implementation: name of the real implementation, for example `sdpa`.
         query: (B, H, N, D), after rotary embedding.
         key: (B, G, M, D), cached keys included, not repeated over groups.
+        value: (B, G, M, w) likewise.
         mask: as the function receives it: a tensor, a block mask, or None.
         options: the remaining keywords.
         recorded: left by the observer for itself.
@@ -50,6 +51,7 @@ class AttentionCall:
 
     __slots__ = (
         "implementation", "key", "mask", "module", "options", "query", "recorded", "replaced",
+        "value",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +60,7 @@ class AttentionCall:
         implementation: str,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         mask: Any,
         options: dict[str, Any],
     ) -> None:
@@ -65,6 +68,7 @@ class AttentionCall:
         self.implementation = implementation
         self.query = query
         self.key = key
+        self.value = value
         self.mask = mask
         self.options = options
         self.recorded: Any = None
@@ -175,7 +179,7 @@ def _observed_attention(
             "load the model with attention='sdpa'"
         )
     attend = table.get_interface(name, default)
-    call = AttentionCall(module, name, query, key, attention_mask, options)
+    call = AttentionCall(module, name, query, key, value, attention_mask, options)
     for observer in config._quantdiff_observers:
         observer.attention(call)
 

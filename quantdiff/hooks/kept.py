@@ -20,6 +20,7 @@ from quantdiff.statistics import (
     measure_values,
 )
 from quantdiff.statistics.activations import AttentionLogits
+from quantdiff.statistics.channels import Channels
 
 __all__ = ["Detail", "Kept"]
 
@@ -41,12 +42,14 @@ class Kept:
         top_k: int,
         detail: Detail,
         compiled: bool,
+        channels: bool,
     ) -> None:
         self.lock = threading.Lock()
         self._layers = list(layers)
         self._full = detail == "full"
         self._rank = top_k
         self._compiled = compiled
+        self._channels = channels
         self._calls: dict[tuple[str, int], SiteStatistics] = {}  # by site and branch
         self._parts: dict[tuple[str, int], HeadsOf] = {}
         self.hidden_sites = {
@@ -146,6 +149,8 @@ class Kept:
 
         real = batch.real.to(hidden.device).flatten()
         with self.lock:
+            if self._channels and site.channels is None:
+                site.channels = Channels.empty(1, hidden.shape[2], full=self._full)
             try:
                 measure_values(hidden.flatten(0, 1), real, site, locate, compiled=self._compiled)
             except NonFiniteError:

@@ -18,14 +18,16 @@ class HeadsCall:
         query: (B, H, N, D).
         key: (B, G, M, D), query head i reading key head i // (H/G); G is H where the layout does
             not have it so by itself.
+        cached: keys and values as a cache holds them, (B, G, M, D) each.
         mask: (B, M), 0 or False at padding; or None.
     """
 
-    __slots__ = ("key", "mask", "query")
+    __slots__ = ("cached", "key", "mask", "query")
 
     def __init__(self, module: Heads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(("query", "key", "value", "kept"), args, strict=False)) | kwargs
         self.query, key, self.mask = given["query"], given["key"], given["kept"]
+        self.cached: tuple[Tensor, Tensor] = key, given["value"]
         heads, kv_heads = self.query.shape[1], key.shape[1]
         sources = module.layout.key_heads(heads, kv_heads)
         if heads % kv_heads or sources != [head * kv_heads // heads for head in range(heads)]:

@@ -76,6 +76,8 @@ class Pass:
         self.measuring: set[str] = set()
         self.ends: dict[str, tuple[Tensor, Tensor]] = {}
         self.masks: dict[Any, tuple[Any, Visible, Bias | None]] = {}
+        # Heads that the calls of a module have shown; see `show`.
+        self.shown: dict[tuple[str, str], tuple[int, list[Tensor]]] = {}
         # Weakly: held, the queries and keys of all layers would outweigh the activations.
         self._seen: dict[str, tuple[int, list[tuple[Any, Any]]]] = {}
 
@@ -108,6 +110,8 @@ class Pass:
         """A call of the module is over; even a weak reference to its tensors would hold memory."""
         self._seen.pop(module, None)
         self.lambdas.pop(module, None)
+        for kind in ("keys", "values"):
+            self.shown.pop((module, kind), None)
 
     def visible(
         self,

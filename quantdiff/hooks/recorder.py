@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantdiff.attention.heads import Heads
 from quantdiff.errors import RecordingError, UsageError
 from quantdiff.hooks import dispatch
-from quantdiff.hooks.bare import BareCalls
+from quantdiff.hooks.bare import BareCalls, Call
 from quantdiff.hooks.check import check_weights
 from quantdiff.hooks.complete import check_complete, site_key
 from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
@@ -24,10 +24,11 @@ from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.reading import read_call
 from quantdiff.hooks.runs import Runs
+from quantdiff.hooks.sites import Sites
 from quantdiff.models import describe
-from quantdiff.statistics.activations import HiddenStates
+from quantdiff.statistics.activations import RECORDED, HiddenStates
 from quantdiff.statistics.maps import MAP_DEFINITIONS
-from quantdiff.statistics.profile import DEFINITIONS, LAMBDA, Profile
+from quantdiff.statistics.profile import DEFINITIONS, LAMBDA, SITE_DEFINITIONS, Profile
 from quantdiff.versions import versions
 
 __all__ = ["Recorder", "record"]
@@ -52,12 +53,14 @@ class Recorder:
         maps: bool,
         spans: Sequence[Span | None],
         compiled: bool,
+        sites: Sequence[str] = (),
         done: Callable[[Found], WhenDone] | None = None,
     ) -> None:
         if detail not in ("extremes", "full"):
             raise UsageError(f"detail is 'extremes' or 'full', not {detail!r}")
         if top_k < 0:
             raise UsageError(f"top_k is 0 or more, not {top_k}")
+        _check_sites(sites)
         refuse(model)
         self._model = model
         self._found = Found(model, layers, layout)
@@ -66,7 +69,15 @@ class Recorder:
         self._wrapped: list[Entrance] = []
         self._poisoned: str | None = None
         self._checked: set[str] = set()
-        self._kept = Kept(self._found.layers, top_k=top_k, detail=detail, compiled=compiled)
+        self._asked = [site for site in RECORDED if site in sites]
+        self._kept = Kept(
+            self._found.layers, top_k=top_k, detail=detail, compiled=compiled,
+            channels="hidden_states" in sites,
+        )  # fmt: skip
+        self._sites = Sites(
+            self._found, sites, self._kept.lock, full=detail == "full", rank=top_k,
+            compiled=compiled,
+        )  # fmt: skip
         # Whether attention may be seen outside of transformers' dispatch.
         self._mixed = bool(self._found.bare or self._found.heads or not self._found.attention)
         self._runs = Runs(
@@ -79,7 +90,8 @@ class Recorder:
             raise UsageError("spans are measured with maps=True")
         self._maps = Maps(self._found, spans) if maps else None
         self._when_done = self._maps if done is None else done(self._found)
-        self._bare = BareCalls(model, self._found, self._runs, self._record)
+        again = self._sites.cached  # differential attention shows values in calls with known keys
+        self._bare = BareCalls(model, self._found, self._runs, self._bare_call, again=again)
 
     def __enter__(self) -> Self:
         if any(dispatch.is_hooked(module) for _, module in self._found.attention) or is_entered(
@@ -103,6 +115,7 @@ class Recorder:
                     hook = self._done_hook(name, self._when_done)
                     self._handles.append(module.register_forward_hook(hook))
             self._handles += self._runs.watch(watched)
+            self._handles += self._sites.watch(self._runs.current)
             for name, heads in self._found.heads:
                 before = self._heads_hook(name)
                 self._handles.append(heads.register_forward_pre_hook(before, with_kwargs=True))
@@ -156,6 +169,7 @@ class Recorder:
                 hidden_states=HiddenStates(list(self._kept.hidden_sites.values())),
                 lambdas=self._lambdas.sites(),
                 maps=None if self._maps is None else self._maps.sites(),
+                sites=self._sites.recorded(),
             )
             return recorded.copy()
 
@@ -164,7 +178,7 @@ class Recorder:
         more = {"lambda": LAMBDA} if self._lambdas.sites() else {}
         if self._maps is not None:
             more |= {f"maps.{name}": words for name, words in MAP_DEFINITIONS.items()}
-        return DEFINITIONS | more
+        return DEFINITIONS | {site: SITE_DEFINITIONS[site] for site in self._asked} | more
 
     def _check_complete(self, now: Pass) -> None:
         check_complete(now, self._model, self._found, self._kept.logit_sites)
@@ -174,9 +188,7 @@ class Recorder:
 
     # The hooks
 
-    def _record(
-        self, now: Pass, name: str, part: HeadsOf | None, call: Logits, source: Any = None
-    ) -> None:
+    def _record(self, now: Pass, name: str, part: HeadsOf | None, call: Logits) -> None:
         """Keep what one attention call of a site shows, once."""
         now.fired[site_key(name, None if part is None else part.branch)] += 1
         module = name.partition(" ")[0]
@@ -184,6 +196,15 @@ class Recorder:
         self._kept.logits(name, part, call, now.batch)
         if self._when_done is not None:
             now.pending.setdefault(module, []).append((name, part, call))
+
+    def _bare_call(
+        self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: Call
+    ) -> None:
+        """Keep what a call of scaled_dot_product_attention or flash-attn shows."""
+        if not call.again:
+            self._record(now, name, part, logits)
+        value = call.value if call.value.dim() == 4 else call.value[:, None]
+        self._sites.attention(now, name.partition(" ")[0], logits.key, value, cross=logits.cross)
 
     def _done_hook(self, name: str, measure: WhenDone) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -202,6 +223,7 @@ class Recorder:
         now.dispatching = True
         turn = now.turn(name, call.query, call.key)
         if turn is None:
+            self._sites.attention(now, name, call.key, call.value, cross=is_cross(name))
             return
         part = self._found.part(name, turn, call.query)
         if turn and part is None:
@@ -211,6 +233,7 @@ class Recorder:
             )
         logits = read_call(call, now, cross=is_cross(name))
         self._record(now, f"{name} (cross-attention)" if logits.cross else name, part, logits)
+        self._sites.attention(now, name, call.key, call.value, cross=logits.cross)
         call.recorded = logits.scale, logits.visible, logits.softcap, logits.bias
 
     def attended(self, call: dispatch.AttentionCall, output: Any) -> None:
@@ -252,6 +275,7 @@ class Recorder:
                 )
             visible, _ = now.visible(call, lambda: read_heads(call))
             self._record(now, name, None, Logits(call.query, call.key, module.scale, visible))
+            self._sites.attention(now, name, *call.cached, cross=False)
 
         return hook
 
@@ -275,6 +299,17 @@ class Recorder:
         self._wrapped.clear()
 
 
+def _check_sites(sites: Sequence[str]) -> None:
+    """Refuse sites that are not recorded on request."""
+    if isinstance(sites, str):
+        raise UsageError(f"sites are a list of names, as in ({sites!r},)")
+    for site in sites:
+        if site not in RECORDED:
+            raise UsageError(
+                f"the site {site!r} is not recorded on request; known: {', '.join(RECORDED)}"
+            )
+
+
 def record(
     model: nn.Module,
     *,
@@ -284,6 +319,7 @@ def record(
     layout: str | None = None,
     maps: bool = False,
     spans: Sequence[Span | None] = (),
+    sites: Sequence[str] = (),
     compiled: bool = True,
 ) -> Recorder:
     """Record a model's attention logits and hidden states within a `with` block.
@@ -305,17 +341,20 @@ def record(
         spans: with `maps`, the answer's place in each sequence, by the sequence's number: its first
             token and the one behind its last, among the real tokens, or None. The mass on it is
             taken at the last token of each forward pass.
+        sites: what is recorded beside logits and hidden states, with the extremes of its channels:
+            `linear_inputs`, `keys`, `values`; with `hidden_states` theirs too.
         compiled: False records in plain torch even where the compiled kernels were built.
 
     Returns:
         A context; its `profile()` gives what was recorded.
 
     Raises:
-        UsageError: `detail`, `top_k`, `layout` or a name of `layers` that is not known.
+        UsageError: `detail`, `top_k`, `layout`, or a name of `layers` or `sites`, that is not
+            known.
         RecordingError: the model, or in a forward pass something it does, cannot be recorded
             rightly.
     """
     return Recorder(
         model, top_k=top_k, detail=detail, layers=layers, layout=layout, maps=maps, spans=spans,
-        compiled=compiled,
+        sites=sites, compiled=compiled,
     )  # fmt: skip

@@ -2,13 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from quantdiff.statistics.histogram import Histogram
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
 from quantdiff.statistics.top import Top
 
-__all__ = ["RANKS", "Activations", "AttentionLogits", "HiddenState", "HiddenStates", "Logit"]
+__all__ = [
+    "RANKS",
+    "RECORDED",
+    "SITES",
+    "Activations",
+    "AttentionLogits",
+    "CacheEntries",
+    "CacheEntry",
+    "HiddenState",
+    "HiddenStates",
+    "LinearInput",
+    "LinearInputs",
+    "Logit",
+    "Values",
+]
 
 RANKS = (1, 2, 3, 10, 100)
 
@@ -37,13 +52,40 @@ class HiddenState:
     channel: int
 
 
+@dataclass(frozen=True)
+class LinearInput:
+    """A large input of a linear module: its magnitude and where it stands, from 0."""
+
+    value: float
+    layer: int
+    module: str
+    sequence: int
+    token: int
+    channel: int
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A large element of the keys or the values: its magnitude and where it stands, from 0."""
+
+    value: float
+    layer: int
+    head: int
+    sequence: int
+    token: int
+    channel: int
+
+
 @dataclass(eq=False)
 class Activations:
     """One kind of activation over all layers.
 
     Attributes:
-        sites: one a layer, in order.
+        sites: one a layer or module, in order.
+        sequence: which of the coordinates of the largest is the sequence.
     """
+
+    sequence: ClassVar[int]
 
     sites: list[SiteStatistics]
     _histogram: Histogram | None = field(default=None, init=False, repr=False)
@@ -113,6 +155,8 @@ class Activations:
 class AttentionLogits(Activations):
     """The attention logits of all layers; a site's groups are its query heads."""
 
+    sequence = 2
+
     def __init__(
         self, sites: list[SiteStatistics], branches: Mapping[int, Sequence[int | None]]
     ) -> None:
@@ -133,16 +177,77 @@ class AttentionLogits(Activations):
         ]
 
 
-class HiddenStates(Activations):
-    """The residual stream after every decoder layer; a site has one group."""
+class Values(Activations):
+    """Activations that are elements of a tensor of channels.
 
-    def top(self, n: int) -> list[HiddenState]:
+    Attributes:
+        heads: whether a site's groups are heads; else it has one.
+    """
+
+    heads: ClassVar[bool] = False
+
+    def top(self, n: int) -> list[Any]:
         """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
         return self.items(self.largest)[:n]
 
-    def items(self, top: Top) -> list[HiddenState]:
+    def items(self, top: Top) -> list[Any]:
         """The entries of a site's or of all sites' largest magnitudes."""
+        raise NotImplementedError
+
+
+class HiddenStates(Values):
+    """The residual stream after every decoder layer; a site has one group."""
+
+    sequence = 1
+
+    def items(self, top: Top) -> list[HiddenState]:
+        """See `Values.items`."""
         return [
             HiddenState(float(value), *place)
             for value, place in zip(top.values, top.coordinates.tolist(), strict=True)
         ]
+
+
+class LinearInputs(Values):
+    """What goes into the linear modules of the layers, a site each, of one group.
+
+    The second coordinate of the largest is the number of the module among the sites.
+    """
+
+    sequence = 2
+
+    def items(self, top: Top) -> list[LinearInput]:
+        """See `Values.items`."""
+        return [
+            LinearInput(float(value), layer, self.sites[module].name, *place)
+            for value, (layer, module, *place) in zip(
+                top.values, top.coordinates.tolist(), strict=True
+            )
+        ]
+
+
+class CacheEntries(Values):
+    """Keys, behind their rotary embedding, or values of all layers; a site's groups are its heads.
+
+    Heads are those that the attention calls of the module show, each once, in their order.
+    """
+
+    sequence = 2
+    heads = True
+
+    def items(self, top: Top) -> list[CacheEntry]:
+        """See `Values.items`."""
+        return [
+            CacheEntry(float(value), *place)
+            for value, place in zip(top.values, top.coordinates.tolist(), strict=True)
+        ]
+
+
+# What is recorded on request, beside logits and hidden states.
+SITES: dict[str, type[Values]] = {
+    "linear_inputs": LinearInputs,
+    "keys": CacheEntries,
+    "values": CacheEntries,
+}
+# What a recording may be asked for; of the hidden states, the channels.
+RECORDED = (*SITES, "hidden_states")

@@ -140,14 +140,15 @@ def torch_logits(
 def torch_values(
     x: Tensor, rows: Tensor, unit: NDArray[np.float32], site: SiteStatistics
 ) -> Iterator[Part]:
-    """Parts of the marked rows of x (N, D) fp32."""
+    """Parts of the marked rows of x (G, N, D) fp32."""
+    groups, _, width = x.shape
     counted = rows.to(x.device).nonzero()[:, 0]
-    step = max(1, block_elements(x.device) // max(x.shape[1], 1))
-    table = _Table(1, x.device) if site.histogram is not None else None
+    step = max(1, block_elements(x.device) // max(groups * width, 1))
+    table = _Table(groups, x.device) if site.histogram is not None else None
     sieve = Sieve(site)
     for first in range(0, len(counted), step):
         here = counted[first : first + step]
-        part = block_part(x[here][None], None, unit, table, sieve)
+        part = block_part(x[:, here], None, unit, table, sieve)
         part.items["row"] = here.cpu().numpy()[part.items["row"]]
         yield part
     if table is not None:

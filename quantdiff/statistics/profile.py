@@ -2,21 +2,28 @@
 
 import copy
 import hashlib
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from quantdiff.errors import UsageError
-from quantdiff.statistics.activations import RANKS, AttentionLogits, HiddenStates
+from quantdiff.statistics.activations import (
+    RANKS,
+    Activations,
+    AttentionLogits,
+    CacheEntries,
+    HiddenStates,
+    LinearInputs,
+    Values,
+)
 from quantdiff.statistics.map_statistics import MapStatistics
 from quantdiff.statistics.site import SiteStatistics
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DEFINITIONS", "LAMBDA", "Profile"]
+__all__ = ["DEFINITIONS", "LAMBDA", "SITE_DEFINITIONS", "Profile"]
 
 DEFINITIONS = {
     "attention_logits": (
@@ -31,6 +38,19 @@ DEFINITIONS = {
         "are magnitudes; topN is the N-th largest; mean, std (population), kurtosis (Pearson's), "
         "min and max are signed"
     ),
+}
+
+_SITE = (
+    "real tokens only, each once; statistics as of the hidden states; channel_ratio: largest "
+    "magnitude over that of the median channel; token_ratio: over that of the median token; "
+    "top_channel, top_token: the channel, and the place in its sequence, that hold most of the "
+    "largest values kept, with their share of these"
+)
+SITE_DEFINITIONS = {
+    "linear_inputs": f"what goes into each linear module of the layers; {_SITE}",
+    "keys": f"the keys as the queries meet them, behind their rotary embedding, by head; {_SITE}",
+    "values": f"the values that the attention maps weigh, by head as they are weighed; {_SITE}",
+    "hidden_states": f"{DEFINITIONS['hidden_states']}; {_SITE}",
 }
 
 LAMBDA = "λ = sigmoid(W·x) of every real token and pair of heads, as the model computes it"
@@ -52,6 +72,7 @@ class Profile:
         lambdas: where λ is one number a token and pair, as in DIFF V2: its distribution, one site a
             layer whose groups are the pairs; elsewhere empty.
         maps: measures of the attention maps, by layer and kind; None where they were not asked for.
+        sites: `linear_inputs`, `keys` and `values`, those that were asked for.
     """
 
     model: dict[str, Any]
@@ -65,6 +86,34 @@ class Profile:
     command: str | None = None
     lambdas: list[SiteStatistics] = field(default_factory=list)
     maps: list[MapStatistics] | None = None
+    sites: dict[str, Values] = field(default_factory=dict)
+
+    @property
+    def linear_inputs(self) -> LinearInputs:
+        """What goes into the linear modules.
+
+        Raises:
+            UsageError: it was not recorded.
+        """
+        return cast(LinearInputs, self._site("linear_inputs"))
+
+    @property
+    def keys(self) -> CacheEntries:
+        """The keys of all layers.
+
+        Raises:
+            UsageError: they were not recorded.
+        """
+        return cast(CacheEntries, self._site("keys"))
+
+    @property
+    def values(self) -> CacheEntries:
+        """The values of all layers.
+
+        Raises:
+            UsageError: they were not recorded.
+        """
+        return cast(CacheEntries, self._site("values"))
 
     def copy(self) -> Self:
         """An independent copy."""
@@ -87,13 +136,9 @@ class Profile:
             )
         result, added = self.copy(), other.copy()
         shift = int(self.data["sequences"])
-        # Column of the sequence among the coordinates.
-        for ours, theirs, column in (
-            (result.attention_logits, added.attention_logits, 2),
-            (result.hidden_states, added.hidden_states, 1),
-        ):
+        for (_, ours), (_, theirs) in zip(result._parts(), added._parts(), strict=True):
             for site, further in zip(ours.sites, theirs.sites, strict=True):
-                further.top.coordinates[:, column] += shift
+                further.top.coordinates[:, ours.sequence] += shift
                 site.merge(further)
             ours._histogram = None
         for lam, more in zip(result.lambdas, added.lambdas, strict=True):
@@ -109,7 +154,10 @@ class Profile:
         return result
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row a site and head: activation, name, layer, head, branch, count and statistics."""
+        """One row a site and head: activation, name, layer, head, branch, count and statistics.
+
+        Where channels were recorded, also the median magnitude and what `Outliers` tells.
+        """
         import pandas as pd  # 45 MB that a recording need not hold
 
         return pd.DataFrame(list(self._rows()))
@@ -177,13 +225,22 @@ class Profile:
         return f"{head}\n{table}"
 
     def _repr_html_(self) -> str:
-        head, _, _ = repr(self).partition("\n")
-        table = self.summary().to_html(float_format=lambda x: f"{x:.4g}", na_rep="–", border=0)
-        return f"<p>{html.escape(head)}</p>\n{table}"
+        import quantdiff
 
-    def _parts(self) -> Iterator[tuple[str, AttentionLogits | HiddenStates]]:
+        return quantdiff.to_html(self)
+
+    def _site(self, kind: str) -> Values:
+        if kind not in self.sites:
+            raise UsageError(
+                f"this profile has no {kind}; record(model, sites=({kind!r},)) or --sites {kind} "
+                "records them"
+            )
+        return self.sites[kind]
+
+    def _parts(self) -> Iterator[tuple[str, Activations]]:
         yield "attention_logits", self.attention_logits
         yield "hidden_states", self.hidden_states
+        yield from self.sites.items()
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for kind, part in self._parts():
@@ -193,7 +250,7 @@ class Profile:
                         "activation": kind,
                         "name": site.name,
                         "layer": site.layer,
-                        "head": g if isinstance(part, AttentionLogits) else None,
+                        "head": g if isinstance(part, AttentionLogits | CacheEntries) else None,
                         "branch": part.branches[site.layer][g]
                         if isinstance(part, AttentionLogits)
                         else None,
@@ -218,8 +275,9 @@ def _join_provenance(result: Profile, other: Profile) -> None:
     result.partial = result.partial or other.partial
 
 
-def _shape(profile: Profile) -> list[tuple[str, int, int]]:
-    sites = [site for _, part in profile._parts() for site in part.sites]
-    return [(site.name, site.groups, site.top.rank) for site in [*sites, *profile.lambdas]] + [
-        (f"{site.name} {site.kind}", len(site.heads), 0) for site in profile.maps or []
-    ]
+def _shape(profile: Profile) -> list[tuple[str, int, int, int]]:
+    sites = [(kind, site) for kind, part in profile._parts() for site in part.sites]
+    sites += [("lambda", site) for site in profile.lambdas]
+    return [
+        (f"{kind} {site.name}", site.groups, site.top.rank, site.width) for kind, site in sites
+    ] + [(f"{site.name} {site.kind}", len(site.heads), 0, 0) for site in profile.maps or []]

@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quantdiff.statistics.channels import Channels, outliers
 from quantdiff.statistics.histogram import Histogram
 from quantdiff.statistics.lasting import lasting_zeros
 from quantdiff.statistics.moments import Moments
@@ -17,7 +18,7 @@ __all__ = ["SiteStatistics", "of_groups"]
 
 @dataclass(eq=False)
 class SiteStatistics:
-    """Statistics of one layer's tensor, per group (a head; one group for hidden states).
+    """Statistics of one tensor of a layer, per group (a head; one group where there are none).
 
     Attributes:
         name: module path of the site.
@@ -28,6 +29,7 @@ class SiteStatistics:
         uncapped: (G,) fp32, largest magnitude before the soft cap, where the model has one.
         moments: None where only extremes were recorded.
         histogram: None where only extremes were recorded.
+        channels: of values with channels, where they were asked for; else None.
     """
 
     name: str
@@ -39,10 +41,19 @@ class SiteStatistics:
     moments: Moments | None = field(default=None, repr=False)
     histogram: Histogram | None = field(default=None, repr=False)
     uncapped: NDArray[np.float32] | None = None
+    channels: Channels | None = field(default=None, repr=False)
 
     @classmethod
     def empty(
-        cls, name: str, layer: int, groups: int, *, full: bool, rank: int, coordinates: int
+        cls,
+        name: str,
+        layer: int,
+        groups: int,
+        *,
+        full: bool,
+        rank: int,
+        coordinates: int,
+        width: int | None = None,
     ) -> Self:
         """Statistics that hold nothing.
 
@@ -53,6 +64,7 @@ class SiteStatistics:
             full: with moments and histogram.
             rank: how many of the largest magnitudes are kept.
             coordinates: how many coordinates each of them has.
+            width: number of channels, whose extremes are kept too; None without them.
         """
         least, most = (lasting_zeros((groups,), np.float32) for _ in range(2))
         least[:], most[:] = np.inf, -np.inf
@@ -65,12 +77,18 @@ class SiteStatistics:
             Top(rank, coordinates),
             Moments.empty(groups) if full else None,
             Histogram.empty(groups) if full else None,
+            channels=None if width is None else Channels.empty(groups, width, full=full),
         )
 
     @property
     def groups(self) -> int:
         """Number of groups G."""
         return len(self.count)
+
+    @property
+    def width(self) -> int:
+        """Number of channels whose extremes are kept; 0 if none."""
+        return 0 if self.channels is None else self.channels.width
 
     @property
     def absmax(self) -> NDArray[np.float32]:
@@ -82,7 +100,8 @@ class SiteStatistics:
         """Add the statistics of other data at the same site, in place.
 
         Raises:
-            ValueError: another site, another number of groups, or another level of detail.
+            ValueError: another site, another number of groups or channels, or another level of
+                detail.
         """
         if (self.name, self.layer, self.groups) != (other.name, other.layer, other.groups):
             raise ValueError(
@@ -91,6 +110,10 @@ class SiteStatistics:
             )
         if (self.moments is None, self.top.rank) != (other.moments is None, other.top.rank):
             raise ValueError(f"site {self.name} was recorded at two levels of detail")
+        if self.width != other.width:
+            raise ValueError(
+                f"site {self.name} has {self.width} channels here, {other.width} there"
+            )
         self.count += other.count
         np.minimum(self.min, other.min, out=self.min)
         np.maximum(self.max, other.max, out=self.max)
@@ -102,6 +125,8 @@ class SiteStatistics:
             self.moments.merge(other.moments)
         if self.histogram is not None and other.histogram is not None:
             self.histogram.merge(other.histogram)
+        if self.channels is not None and other.channels is not None:
+            self.channels.merge(other.channels)
 
     def spread(self, groups: Sequence[int], total: int) -> "SiteStatistics":
         """The same statistics as some of the groups of a larger site; the others hold nothing.
@@ -126,13 +151,19 @@ class SiteStatistics:
             whole.moments = self.moments.spread(at, total)
         if self.histogram is not None and whole.histogram is not None:
             whole.histogram = self.histogram.spread(at, total)
+        if self.channels is not None:
+            whole.channels = self.channels.spread(at, total)
         return whole
 
     def rows(self) -> Iterator[dict[str, float | int | None]]:
         """One dictionary a group: absmax, min, max, mean, std, kurtosis (None where not known).
 
-        Where the model caps its logits, also uncapped_absmax.
+        Where the model caps its logits, also uncapped_absmax; of values whose channels were kept
+        also their median magnitude and what `Outliers` tells.
         """
+        medians = None
+        if self.channels is not None and self.histogram is not None:
+            medians = self.histogram.percentile(50)
         std = None if self.moments is None else self.moments.std
         kurtosis = None if self.moments is None else self.moments.kurtosis
         for g in range(self.groups):
@@ -149,6 +180,12 @@ class SiteStatistics:
             }
             if self.uncapped is not None:
                 row["uncapped_absmax"] = float(self.uncapped[g])
+            if self.channels is not None:
+                places = self.top.coordinates
+                if self.groups > 1:
+                    places = places[places[:, 1] == g]
+                row["median"] = None if medians is None or empty else float(medians[g])
+                row |= vars(outliers(self.channels, g, float(self.absmax[g]), places))
             yield row
 
 

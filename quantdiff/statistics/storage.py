@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
@@ -14,34 +12,22 @@ from quantdiff.errors import UsageError
 from quantdiff.files import write_bytes, write_json
 from quantdiff.statistics.activations import (
     RANKS,
+    SITES,
     Activations,
     AttentionLogits,
     HiddenStates,
+    Values,
 )
-from quantdiff.statistics.histogram import BINS_AN_OCTAVE, Histogram
+from quantdiff.statistics.arrays import Arrays, from_arrays, to_arrays
 from quantdiff.statistics.map_statistics import MapStatistics
-from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.profile import Profile
 from quantdiff.statistics.site import SiteStatistics
-from quantdiff.statistics.top import Top
 
-__all__ = [
-    "FORMAT",
-    "Arrays",
-    "from_arrays",
-    "load_profile",
-    "read_content",
-    "save_profile",
-    "to_arrays",
-    "to_json",
-]
+__all__ = ["FORMAT", "load_profile", "read_content", "save_profile", "to_json"]
 
 FORMAT = "quantdiff.profile"
 VERSION = 1
-_SIGN = 1 << 15  # of a bin's key: set for negative values
 _TOP_LISTED = 100
-
-Arrays = dict[str, NDArray[Any]]
 
 
 def save_profile(profile: Profile, folder: Path) -> None:
@@ -86,16 +72,10 @@ def to_json(profile: Profile) -> dict[str, Any]:
                 for site in logits.sites
             ],
         },
-        "hidden_states": {
-            **_totals(hidden),
-            "top": [vars(item) for item in hidden.top(_TOP_LISTED)],
-            "sites": [
-                {"name": site.name, "layer": site.layer, **row}
-                for site in hidden.sites
-                for row in site.rows()
-            ],
-        },
+        "hidden_states": _described(hidden),
     }
+    for kind, part in profile.sites.items():
+        content[kind] = _described(part)
     if profile.lambdas:
         content["lambda"] = [
             {"name": site.name, "layer": site.layer, "pairs": _lambda_rows(site)}
@@ -177,6 +157,11 @@ def load_profile(folder: Path) -> Profile:
             hidden_states=HiddenStates(from_arrays("hidden_states", hidden, arrays)),
             lambdas=from_arrays("lambda", content.get("lambda", []), arrays),
             maps=_maps(content["maps"], arrays) if "maps" in content else None,
+            sites={
+                kind: made(from_arrays(kind, content[kind]["sites"], arrays))
+                for kind, made in SITES.items()
+                if kind in content
+            },
         )
     except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"{folder} holds a broken profile: {error}") from None
@@ -185,6 +170,19 @@ def load_profile(folder: Path) -> Profile:
 def _totals(part: Activations) -> dict[str, Any]:
     ranks = {f"top{n}": part.rank(n) for n in RANKS}
     return {"count": part.count, **ranks, "median": part.median}
+
+
+def _described(part: Values) -> dict[str, Any]:
+    """The entry of a kind of activation that is no logit."""
+    sites: list[dict[str, Any]] = []
+    for site in part.sites:
+        place = {"name": site.name, "layer": site.layer}
+        if part.heads:
+            rows = [{"head": g, **row} for g, row in enumerate(site.rows())]
+            sites.append({**place, "heads": rows})
+        else:
+            sites += [{**place, **row} for row in site.rows()]
+    return {**_totals(part), "top": [vars(item) for item in part.top(_TOP_LISTED)], "sites": sites}
 
 
 def _maps(described: list[dict[str, Any]], arrays: Arrays) -> list[MapStatistics]:
@@ -202,97 +200,3 @@ def _maps(described: list[dict[str, Any]], arrays: Arrays) -> list[MapStatistics
         )
         for i, site in enumerate(described)
     ]
-
-
-def to_arrays(sites: list[SiteStatistics]) -> Arrays:
-    """The statistics of some sites as arrays, groups after one another; names and layers not."""
-    arrays: Arrays = {
-        "groups": np.array([site.groups for site in sites], np.int64),
-        "count": np.concatenate([site.count for site in sites]),
-        "min": np.concatenate([site.min for site in sites]),
-        "max": np.concatenate([site.max for site in sites]),
-        "top.rank": np.array([site.top.rank for site in sites], np.int64),
-        "top.lengths": np.array([len(site.top.values) for site in sites], np.int64),
-        "top.values": np.concatenate([site.top.values for site in sites]),
-        "top.coordinates": np.concatenate([site.top.coordinates for site in sites]),
-    }
-    if any(site.uncapped is not None for site in sites):
-        # Alternating layers may differ; no magnitude is negative.
-        arrays["uncapped"] = np.concatenate([
-            np.full(site.groups, -1, np.float32) if site.uncapped is None else site.uncapped
-            for site in sites
-        ])  # fmt: skip
-    moments = [site.moments for site in sites if site.moments is not None]
-    for name in ("mean", "m2", "m3", "m4") if moments else ():
-        arrays[name] = np.concatenate([getattr(m, name) for m in moments])
-    histograms = [site.histogram for site in sites if site.histogram is not None]
-    if histograms:
-        # Only the bins in use: a bin's key is the sixteen leading bits of its values.
-        keys, counts, lengths = [], [], []
-        for histogram in histograms:
-            for group in histogram.counts:
-                sign, column = np.nonzero(group)
-                keys.append(sign * _SIGN + histogram.first + column)
-                counts.append(group[sign, column])
-                lengths.append(len(column))
-        arrays["histogram.zeros"] = np.concatenate([h.zeros for h in histograms])
-        arrays["histogram.bins"] = np.concatenate(keys).astype(np.uint16)
-        arrays["histogram.counts"] = np.concatenate(counts).astype(np.int64)
-        arrays["histogram.lengths"] = np.array(lengths, np.int64)
-    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-
-
-def from_arrays(kind: str, described: list[dict[str, Any]], arrays: Arrays) -> list[SiteStatistics]:
-    """What `to_arrays` took apart, whose names begin with `kind` and a dot.
-
-    Args:
-        kind: of the sites.
-        described: their `name` and `layer`, in order.
-        arrays: of all kinds.
-    """
-    if not described:
-        return []
-    a = {
-        name.removeprefix(f"{kind}."): array
-        for name, array in arrays.items()
-        if name.startswith(f"{kind}.")
-    }
-    ends = np.cumsum(a["groups"])
-    starts = ends - a["groups"]
-    offsets = np.concatenate([[0], np.cumsum(a.get("histogram.lengths", np.zeros(0, np.int64)))])
-    kept = np.concatenate([[0], np.cumsum(a["top.lengths"])])
-    sites = []
-    for s, (site, i, j) in enumerate(zip(described, starts, ends, strict=True)):
-        moments = histogram = None
-        if "mean" in a:
-            moments = Moments(*(a[n][i:j].copy() for n in ("count", "mean", "m2", "m3", "m4")))
-        if "histogram.bins" in a:
-            histogram = Histogram.empty(j - i)
-            histogram.zeros = a["histogram.zeros"][i:j].copy()
-            table = np.zeros((j - i, 2, 256 * BINS_AN_OCTAVE), np.int64)
-            for g in range(i, j):
-                keys = a["histogram.bins"][offsets[g] : offsets[g + 1]].astype(np.int64)
-                table[g - i, keys // _SIGN, keys % _SIGN] = a["histogram.counts"][
-                    offsets[g] : offsets[g + 1]
-                ]
-            histogram.add(table, 0)
-        uncapped = None
-        if "uncapped" in a and (a["uncapped"][i:j] >= 0).all():
-            uncapped = a["uncapped"][i:j].copy()
-        places = slice(kept[s], kept[s + 1])
-        sites.append(
-            SiteStatistics(
-                name=site["name"],
-                layer=site["layer"],
-                count=a["count"][i:j].copy(),
-                min=a["min"][i:j].copy(),
-                max=a["max"][i:j].copy(),
-                top=Top.of(
-                    int(a["top.rank"][s]), a["top.values"][places], a["top.coordinates"][places]
-                ),
-                moments=moments,
-                histogram=histogram,
-                uncapped=uncapped,
-            )
-        )
-    return sites

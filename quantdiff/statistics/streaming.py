@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantdiff.statistics import native
-from quantdiff.statistics.blocks import BLOCK_ELEMENTS, Part, torch_logits, torch_values, unit_of
+from quantdiff.statistics.blocks import (
+    BLOCK_ELEMENTS,
+    Part,
+    nothing,
+    torch_logits,
+    torch_values,
+    unit_of,
+)
 from quantdiff.statistics.lasting import lasting_zeros
 from quantdiff.statistics.lse import lse_logits
 from quantdiff.statistics.moments import Moments
@@ -166,10 +173,10 @@ def measure_values(
     """Add the rows of a tensor to a site's statistics.
 
     Args:
-        values: (N, D), any floating dtype.
+        values: (N, D), or (G, N, D) for a site of G groups, any floating dtype.
         rows: (N,) bool, the rows that count.
-        site: one group, added to.
-        locate: maps (n, 4) int64 of (0, 0, row, column) to the coordinates of
+        site: one group, or G, added to; with the extremes of its D channels if it has them.
+        locate: maps (n, 4) int64 of (group, 0, row, column) to the coordinates of
             `site.top`.
         compiled: False takes the plain torch path.
 
@@ -180,16 +187,17 @@ def measure_values(
         return
     with torch.autocast(values.device.type, enabled=False):
         x = values.float()
+        x = x if x.dim() == 3 else x[None]  # (G, N, D)
         x = x if x.stride(-1) == 1 else x.contiguous()
-        full = site.moments is not None and bool(rows.any())
-        unit = _value_unit(x if rows.all() else x[rows]) if full else _no_unit(1)
+        wanted = site.moments is not None or site.channels is not None
+        wanted = wanted and bool(rows.any())
+        kept = x[:, rows.to(x.device)] if wanted and not rows.all() else x
+        unit = _value_unit(kept) if wanted else _no_unit(len(x))
         if compiled and x.device.type == "cpu" and native.available():
-            stop = rows.int()[None]
-            start = torch.zeros_like(stop)
-            parts = iter([Part(*_call(x[None, None], None, 1.0, start, stop, None, unit, site), 0)])
+            parts = _compiled_values(x, rows, unit, site)
         else:
             parts = torch_values(x, rows, unit, site)
-        _add(parts, unit, 1, site, locate)
+        _add(parts, unit, 1, site, locate, kept if wanted else None)
 
 
 def _add(
@@ -198,13 +206,18 @@ def _add(
     batch: int,
     site: SiteStatistics,
     locate: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    values: Tensor | None = None,
 ) -> None:
-    """Gather the parts of one call, and add them only if all of them are finite."""
+    """Gather the parts of one call, and add them only if all of them are finite.
+
+    `values` (G, n, C) are those of which a site with channels keeps the extremes, if any.
+    """
     heads = site.groups
     sums = np.zeros((batch, heads, 4))
     fresh = SiteStatistics.empty(
         site.name, site.layer, heads, full=site.histogram is not None, rank=site.top.rank,
         coordinates=site.top.coordinates.shape[1],
+        width=None if site.channels is None else site.width,
     )  # fmt: skip
     counts = np.zeros((batch, heads), np.int64)
     for part in parts:
@@ -234,6 +247,8 @@ def _add(
             fresh.moments.merge(Moments.from_sums(counts[b], sums[b], weight, pivot))
         for moment in (fresh.moments.m2, fresh.moments.m3, fresh.moments.m4):
             moment[fresh.min == fresh.max] = 0.0  # no spread, and no rounding that looks like one
+    if fresh.channels is not None and values is not None:
+        fresh.channels.add(values)
     site.merge(fresh)
 
 
@@ -257,8 +272,8 @@ def _logit_unit(q: Tensor, k: Tensor, scale: float) -> NDArray[np.float32]:
 
 
 def _value_unit(x: Tensor) -> NDArray[np.float32]:
-    std, mean = torch.std_mean(_some(x), correction=0)
-    return unit_of(mean[None], std[None])
+    std, mean = torch.std_mean(_some(x), (1, 2), correction=0)
+    return unit_of(mean, std)
 
 
 # A table of 65,536 counts a head is kept between calls; only the bins in use are read and cleared.
@@ -292,6 +307,25 @@ def _call(
         used[:] = 0
     _tables[heads] = table
     return partial, counts, low, items
+
+
+def _compiled_values(
+    x: Tensor, rows: Tensor, unit: NDArray[np.float32], site: SiteStatistics
+) -> Iterator[Part]:
+    """Of x (G, N, D), a group after the other."""
+    stop = rows.int()[None].cpu()
+    start = torch.zeros_like(stop)
+    for g, group in enumerate(x):
+        partial, counts, first, items = _call(
+            group[None, None], None, 1.0, start, stop, None, unit[g : g + 1], site
+        )
+        whole, items["head"] = nothing(len(x)), g
+        whole[g] = partial[0]
+        if counts is not None and len(x) > 1:
+            table = np.zeros((len(x), *counts.shape[1:]), np.int64)
+            table[g] = counts[0]
+            counts = table
+        yield Part(whole, counts, first, items, 0)
 
 
 def _compiled_logits(

@@ -46,6 +46,20 @@ def test_writes_a_table(run, model, text, tmp_path):
         assert word in shown
 
 
+def test_keeps_ranges_of_other_sites(run, model, text, tmp_path):
+    out = tmp_path / "run"
+    code, shown, _ = run(*small(model, text, "--sites", "linear_inputs,keys", "--out", out))
+    assert code == 0
+    table = CalibrationTable.load(out)
+    assert list(table.more) == ["linear_inputs", "keys"]
+    assert "ranges of the linear inputs of 14 modules" in shown
+    content = json.loads((out / "calibration.json").read_text())
+    assert set(content["definition"]) == {"attention_logits", "linear_inputs", "keys"}
+    assert set(content["keys"]["sites"][0]["heads"][0]) == {"head", "count", "min", "max"}
+    assert set(content["linear_inputs"]["sites"][0]) == {"name", "layer", "count", "min", "max"}
+    refused(run(*small(model, text, "--sites", "logits")), "'logits'", "hidden_states")
+
+
 def test_json_is_the_file(run, model, text, tmp_path):
     code, out, _ = run(*small(model, text, "--json", "--out", tmp_path / "a"))
     assert code == 0

@@ -67,6 +67,27 @@ def test_json_is_the_file(run, model, text, tmp_path):
     assert err == ""
 
 
+def test_other_sites(run, model, text, tmp_path):
+    out = tmp_path / "run"
+    code, shown, _ = run(*small(model, text, "--sites", "keys,values", "--sites", "linear_inputs",
+                                "--out", out))  # fmt: skip
+    assert code == 0
+    profile = Profile.load(out)
+    assert list(profile.sites) == ["linear_inputs", "keys", "values"]
+    assert profile.hidden_states.sites[0].channels is None
+    assert {f"channels.{kind}" for kind in ("png", "svg", "csv")} <= {
+        path.name for path in (out / "figures").iterdir()
+    }
+    for words in ("largest linear inputs, by module", "largest keys, by head", "down_proj"):
+        assert words in shown
+    code, shown, _ = run(*small(model, text, "--sites", "all", "--json"))
+    content = json.loads(shown)
+    head = content["values"]["sites"][0]["heads"][0]
+    assert {"absmax", "median", "channel_ratio", "token_ratio", "top_channel"} <= set(head)
+    assert content["hidden_states"]["sites"][0]["channel_ratio"] > 1
+    refused(run(*small(model, text, "--sites", "keys,weights")), "'weights'", "linear_inputs")
+
+
 def test_batch_size_changes_nothing(run, model, text):
     results = []
     for size in (1, 3):

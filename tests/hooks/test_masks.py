@@ -18,7 +18,7 @@ class Module(torch.nn.Module):
 
 def call(implementation, mask, rows, keys, *, batch=2, heads=4, module=None, **options):
     q, k = torch.zeros(batch, heads, rows, 8), torch.zeros(batch, 2, keys, 8)
-    return AttentionCall(module or Module(), implementation, q, k, mask, options)
+    return AttentionCall(module or Module(), implementation, q, k, k, mask, options)
 
 
 def dense(call, visible):

@@ -1,0 +1,46 @@
+"""The linear modules of a model's layers, and their inputs as tokens."""
+
+from torch import Tensor, nn
+
+from quantdiff.errors import RecordingError
+from quantdiff.hooks.found import Found
+from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.passes import Pass
+
+__all__ = ["input_rows", "input_width", "linear_modules"]
+
+
+def linear_modules(found: Found) -> dict[str, nn.Module]:
+    """Those in the layers, by name; neither embeddings nor the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {
+        name: module
+        for name, module in found.modules.items()
+        if isinstance(module, nn.Linear | Conv1D) and layer_of(name, found.layers) is not None
+    }
+
+
+def input_width(module: nn.Module) -> int:
+    """Number of input channels."""
+    return int(module.in_features if isinstance(module, nn.Linear) else module.nx)  # type: ignore[arg-type]
+
+
+def input_rows(name: str, x: Tensor, now: Pass) -> Tensor:
+    """The inputs of a linear module, a row a token of the pass, (B·N, C).
+
+    Raises:
+        RecordingError: they are other tokens than those of the pass, or padding cannot be told.
+    """
+    if now.ready_mask and not now.batch.told:
+        raise RecordingError(
+            f"only a ready attention mask was given, and {name} ran before the first attention "
+            "that reads it; give the 2-D mask of the padding, or leave linear_inputs out"
+        )
+    batch, rows = now.batch.shape
+    if tuple(x.shape[:-1]) not in ((batch, rows), (batch * rows,)):
+        raise RecordingError(
+            f"the inputs of {name}, {tuple(x.shape)}, are not the {batch} sequences of {rows} "
+            "tokens of the pass, so that their places cannot be told; leave linear_inputs out"
+        )
+    return x.reshape(-1, x.shape[-1])

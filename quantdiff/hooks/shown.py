@@ -1,0 +1,94 @@
+"""Keys and values as attention calls show them: which are new, and which head each of them is."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantdiff.errors import RecordingError
+from quantdiff.hooks.passes import Pass
+from quantdiff.hooks.sequences import Batch
+
+__all__ = ["Shown", "distinct_heads", "show"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """The heads of a call's keys or values among those of their module.
+
+    A module's heads are numbered as its calls show them in a forward pass, each once: one that is
+    repeated for several query heads, or shown to a second map, has one number.
+
+    Attributes:
+        numbers: of the heads of the call.
+        fresh: (B, g, N, D), the pass's own tokens of the heads that the module's calls had not
+            shown before, whose numbers begin at `first`; None where there are none.
+        first: see `fresh`.
+    """
+
+    numbers: list[int]
+    fresh: Tensor | None
+    first: int
+
+
+def show(now: Pass, module: str, kind: str, x: Tensor) -> Shown:
+    """Where the keys or values of a call stand.
+
+    Args:
+        now: the pass under way, which `Runs.watch` tells when the module is done.
+        module: name of the attention module.
+        kind: `keys` or `values`.
+        x: (B, G, M, D), those of earlier passes included.
+
+    Raises:
+        RecordingError: there are fewer than the pass has tokens.
+    """
+    own = _own_tokens(x.detach(), now.batch, module)  # (B, G, N, D)
+    pattern, firsts = distinct_heads(own)
+    heads = own[:, firsts]
+    known = now.shown.setdefault((module, kind), (now.entered[module], []))
+    if known[0] != now.entered[module]:
+        known = now.shown[module, kind] = (now.entered[module], [])
+    first = 0
+    for other in known[1]:
+        if other.shape == heads.shape and torch.equal(other, heads):
+            return Shown([first + i for i in pattern], None, first)
+        first += other.shape[1]
+    known[1].append(heads)
+    return Shown([first + i for i in pattern], heads, first)
+
+
+def _own_tokens(x: Tensor, batch: Batch, module: str) -> Tensor:
+    rows = batch.shape[1]
+    # A cache of a fixed size has room behind the tokens, a sliding one has dropped some.
+    start = batch.past - batch.key_offset(x.shape[2])
+    if start < 0 or start + rows > x.shape[2]:
+        raise RecordingError(
+            f"{module} attends to {x.shape[2]} keys in a pass over {rows} tokens; which of them "
+            "are new cannot be told"
+        )
+    return x[:, :, start : start + rows]
+
+
+def distinct_heads(x: Tensor) -> tuple[list[int], slice]:
+    """Which of the different heads each head of x (B, G, N, D) is, and where these stand first.
+
+    Heads are repeated all alike, one by one or as a whole; that two happen to be equal is none.
+    """
+    heads = x.shape[1]
+    sample = x[:1, :, :1].cpu()
+    for repeat in range(heads, 1, -1):
+        if heads % repeat:
+            continue
+        count = heads // repeat
+        for one_by_one, shape in ((True, (count, repeat)), (False, (repeat, count))):
+            if all(_repeats(y.unflatten(1, shape), one_by_one) for y in (sample, x)):
+                if one_by_one:
+                    return [head // repeat for head in range(heads)], slice(0, heads, repeat)
+                return [head % count for head in range(heads)], slice(0, count)
+    return list(range(heads)), slice(0, heads)
+
+
+def _repeats(x: Tensor, one_by_one: bool) -> bool:
+    """Whether x (B, g, r, N, D), or (B, r, g, N, D), is the same for all r."""
+    return bool((x == (x[:, :, :1] if one_by_one else x[:, :1])).all())
