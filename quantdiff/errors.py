@@ -1,6 +1,7 @@
 """Errors that a user can mend: one sentence that names the thing and the remedy."""
 
 __all__ = [
+    "LeftAloneWarning",
     "MissingExtraError",
     "QuantizationError",
     "RecordingError",
@@ -36,6 +37,10 @@ class VerificationError(RuntimeError):
 
 class UnknownLayoutWarning(UserWarning):
     """Something of a differential model is not known: its head layout, or its λ."""
+
+
+class LeftAloneWarning(UserWarning):
+    """A layer holds weights that no linear module holds, and that are not quantized."""
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

@@ -68,9 +68,12 @@ def scheme_in_words(scheme: Scheme) -> str:
     grid = "symmetric" if scheme.symmetric else "asymmetric"
     site = scheme.site.replace("_", " ")
     told = f"{site} at {scheme.bits} bits, {scheme.range} range a {scheme.granularity}, {grid}"
-    if scheme.layers is None:
-        return told
-    return f"{told}, in layer{'s' * (len(scheme.layers) > 1)} {', '.join(map(str, scheme.layers))}"
+    if scheme.newest:
+        told += f", but for the newest {scheme.newest} tokens"
+    for what, numbers in (("layer", scheme.layers), ("head", scheme.heads)):
+        if numbers is not None:
+            told += f", in {what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    return told
 
 
 def _made(exported: Exported, chosen: Format, content: dict[str, Any]) -> str:

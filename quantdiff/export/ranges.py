@@ -23,7 +23,7 @@ class RangeTable:
     Attributes:
         model: name of the model that was exported, for messages.
         sites: its attention sites, name -> (layer, query heads).
-        ranges: (scheme, site) -> least and most of each head, (H,) fp32 each.
+        ranges: (scheme, site) -> least and most, fp32, of the shapes that `Table.range` gives.
     """
 
     model: str

@@ -89,7 +89,7 @@ def write_sidecar(
     stored = []
     for (scheme, name), ends in (table.ranges if table else {}).items():
         key = f"ranges.{schemes.index(scheme)}.{name}"
-        arrays[key] = torch.from_numpy(np.stack(ends).astype(np.float32))  # (2, H)
+        arrays[key] = torch.from_numpy(np.stack(ends).astype(np.float32))  # (2, H), (2, H, C)
         stored.append({"scheme": schemes.index(scheme), "site": name, "tensor": key})
     write_bytes(folder / ARRAYS, save_tensors(arrays, metadata={"format": "pt"}))
     content = {
@@ -123,7 +123,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         sites = {site["name"]: (site["layer"], site["heads"]) for site in content["sites"]}
         ranges = {}
         for entry in content["ranges"]:
-            least, most = arrays[entry["tensor"]].numpy()  # (H,) each
+            least, most = arrays[entry["tensor"]].numpy()  # (H,) or (H, C) each
             ranges[schemes[entry["scheme"]], entry["site"]] = least, most
         static = any(scheme.static and scheme.quantizes for scheme in schemes)
         table = RangeTable(str(content["model"]["name"]), sites, ranges) if static else None

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from quantdiff.attention.heads import Heads
@@ -34,18 +33,17 @@ from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.quantization import flex
 from quantdiff.quantization.apart import MeasuredFirst, add_ends
 from quantdiff.quantization.attention import attend
-from quantdiff.quantization.chosen import Schemes
-from quantdiff.quantization.clipping import Clipping, visible_count
+from quantdiff.quantization.chosen import Schemes, chosen_heads
+from quantdiff.quantization.clipping import Clipping
+from quantdiff.quantization.familiar import check_familiar
 from quantdiff.quantization.grid import NoGridError
-from quantdiff.quantization.keys_values import keys_of, values_of
+from quantdiff.quantization.keys_values import Cached, newest_of, rounded_heads
 from quantdiff.quantization.logits import extremes, softmax_of
 from quantdiff.quantization.scheme import Scheme
-from quantdiff.quantization.softmax import Softmax
+from quantdiff.quantization.static import ends_of_heads
 from quantdiff.quantization.table import Table
 
 __all__ = ["AttentionSites"]
-
-_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class AttentionSites:
@@ -57,9 +55,6 @@ class AttentionSites:
         schemes: of the sites `keys`, `attention_logits`, `attention_maps`, `values`.
         table: static ranges, or None.
         clipping: where clipped logits are counted, by site, or None.
-
-    Raises:
-        UsageError: the table of another model.
     """
 
     def __init__(
@@ -82,9 +77,6 @@ class AttentionSites:
         self._mixed = bool(found.bare or found.heads or not found.attention)
         self._first = MeasuredFirst(self._apart(), runs, self._watching)
         self._bare = BareCalls(model, found, runs, self._bare_call, again=True)
-        static = any(scheme.static for scheme in schemes.all)
-        if table is not None and static and self._sites():
-            table.check_model(self._sites())
 
     def within(self) -> contextlib.AbstractContextManager[None]:
         """A context for each forward pass."""
@@ -102,6 +94,8 @@ class AttentionSites:
                 self._handles.append(module.register_forward_pre_hook(hook))
         if self._mixed:
             self._handles += self._runs.watch(list(self._model.named_modules())[1:])
+        elif any(scheme.static for scheme in self._schemes.some(("keys", "values")).all):
+            self._handles += self._runs.watch(found.attention)
         self._first.begin()
         for name, heads in found.heads:
             self._forwards.append(heads)
@@ -148,21 +142,6 @@ class AttentionSites:
         self._differentiable = torch.is_grad_enabled()
         return self._bare.watching()
 
-    def _sites(self) -> dict[str, tuple[int, int]]:
-        """Layer and query heads of every site whose count a config or a module tells."""
-        sites = {}
-        for name, module in [*self._found.attention, *self._found.heads]:
-            if is_cross(name):
-                continue
-            owner = self._found.modules[name]
-            heads = getattr(owner, "query_heads", None)
-            if heads is None:
-                heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
-            layer = layer_of(name, self._found.layers)
-            if layer is not None and isinstance(heads, int):
-                sites[name] = layer, heads
-        return sites
-
     def check(self, now: Pass) -> None:
         """Refuse a pass in which an attention module did not run.
 
@@ -199,7 +178,7 @@ class AttentionSites:
         now.dispatching = True
         logits = read_call(call, now, cross=cross)
         if name not in self._checked:
-            self._compare(name, real(), logits, value)
+            self._check_known(name, real(), logits, value)
         now.dispatching = False
         again = now.turn(name, call.query, call.key) is None
         place = f"{name} (cross-attention)" if cross else name
@@ -223,9 +202,14 @@ class AttentionSites:
                 f"{name} calls flash-attn by itself, whose backward pass knows nothing of "
                 "quantization; run the model under torch.no_grad()"
             )
+        if part is not None and any(self._some_heads(site, name) for site in ("keys", "values")):
+            raise QuantizationError(
+                f"{name} computes its two maps in calls of their own, which do not tell which "
+                "key-value heads they have; choose heads of attention_logits or attention_maps"
+            )
         if name in now.measuring:
-            keys = keys_of(logits, self._of("keys", name), self._kept(logits, now), name)
-            add_ends(now, name, *extremes(keys, name))
+            cached = self._cached(name, logits, call.value, now)
+            add_ends(now, name, *extremes(cached.logits, name, cached.newest_keys))
             return None
         if part is not None and self._over_both(name) and name not in now.ends:
             raise QuantizationError(
@@ -240,18 +224,17 @@ class AttentionSites:
             )
         now.fired["scaled_dot_product_attention"] += 1
         place = name if part is None else f"{name} (branch {part.branch})"
-        heads = None if part is None else np.repeat(part.heads, part.step)
         if isinstance(call, FlashCall):
             if place not in self._checked:
                 theirs = call.unshaped(call.compute()[0])
-                self._compare(place, theirs.transpose(1, 2), logits, call.value)
-            return call.shaped(self._attend(name, logits, call.value, now, heads, again=call.again))
+                self._check_known(place, theirs.transpose(1, 2), logits, call.value)
+            return call.shaped(self._attend(name, logits, call.value, now, part, again=call.again))
         value = call.value if call.value.dim() == 4 else call.value[:, None]
         if place not in self._checked:
             output = call.compute()
             output = output if output.dim() == 4 else output[:, None]
-            self._compare(place, output.transpose(1, 2), logits, value)
-        out = self._attend(name, logits, value, now, heads, again=call.again)
+            self._check_known(place, output.transpose(1, 2), logits, value)
+        out = self._attend(name, logits, value, now, part, again=call.again)
         return out if call.value.dim() == 4 else out[:, 0]
 
     def _heads(self, name: str, heads: Heads) -> Callable[..., Tensor]:
@@ -268,12 +251,22 @@ class AttentionSites:
             visible, _ = now.visible(call, lambda: read_heads(call))
             sources = heads.layout.key_heads(query.shape[1], key.shape[1])
             values = heads.layout.value_heads(query.shape[1], value.shape[1])
-            logits, value = self._cached(name, Logits(query, key, heads.scale, visible), value, now)
-            wide = torch.cat([value[:, list(part)] for part in zip(*values, strict=True)], -1)
-            logits = dataclasses.replace(logits, key=logits.key[:, sources])
-            return self._attended(name, logits, wide, now)
+
+            def wide(x: Tensor) -> Tensor:
+                """The values of every query head, side by side where it reads several."""
+                return torch.cat([x[:, list(part)] for part in zip(*values, strict=True)], -1)
+
+            logits = Logits(query, key, heads.scale, visible)
+            cached = self._cached(name, logits, value, now)
+            cached = cached.arranged(lambda x: x[:, sources], wide)
+            return self._attended(name, cached, now)
 
         return forward
+
+    def _check_known(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
+        """Once a module: nothing happens between its queries and its values that is not known."""
+        self._checked.add(name)
+        check_familiar(name, output, logits, value)
 
     def _attend(
         self,
@@ -281,18 +274,54 @@ class AttentionSites:
         logits: Logits,
         value: Tensor,
         now: Pass,
-        heads: NDArray[Any] | None = None,
+        part: HeadsOf | None = None,
         *,
         again: bool = False,
     ) -> Tensor:
         """Compute a call; `again`: the same logits were computed before, for other values."""
-        return self._attended(name, *self._cached(name, logits, value, now), now, heads, again)
+        numbers = self._value_heads(name, value.shape[1], again=again)
+        cached = self._cached(name, logits, value, now, numbers)
+        return self._attended(name, cached, now, part, again=again)
 
-    def _cached(self, name: str, logits: Logits, value: Tensor, now: Pass) -> tuple[Logits, Tensor]:
-        """A call with its keys and values as a quantized cache holds them."""
-        kept = self._kept(logits, now)
-        logits = keys_of(logits, self._of("keys", name), kept, name)
-        return logits, values_of(value, self._of("values", name), kept, name)
+    def _cached(
+        self,
+        name: str,
+        logits: Logits,
+        value: Tensor,
+        now: Pass,
+        numbers: list[int] | None = None,
+    ) -> Cached:
+        """A call with its keys and values as a quantized cache holds them.
+
+        `numbers`: of the value heads in the order of the projection; None for all in that order.
+        """
+        kept, key = self._kept(logits, now), logits.key
+        keys, values = self._of("keys", name), self._of("values", name)
+        key_ends, value_ends = (
+            ends_of_heads(self._table, scheme, now, name, x, cross=logits.cross)
+            for scheme, x in ((keys, key), (values, value))
+        )
+        return Cached(
+            dataclasses.replace(logits, key=rounded_heads(key, keys, kept, name, ends=key_ends)),
+            rounded_heads(value, values, kept, name, numbers, value_ends),
+            newest_of(key, keys, logits, now.batch, name),
+            newest_of(value, values, logits, now.batch, name),
+        )
+
+    def _value_heads(self, name: str, count: int, *, again: bool) -> list[int] | None:
+        """Which value heads a call has where they are not all, in the order of the projection.
+
+        DiffLlama attends once with the first and once with the second half of them, each given
+        twice.
+        """
+        if name not in self._found.modules or self._found.family(name).layout != "halves":
+            return None
+        half = count // 2
+        return [half * again + head % half for head in range(count)]
+
+    def _some_heads(self, site: str, name: str) -> bool:
+        scheme = self._of(site, name)
+        return scheme is not None and scheme.heads is not None
 
     @staticmethod
     def _kept(logits: Logits, now: Pass) -> Tensor | None:
@@ -307,74 +336,48 @@ class AttentionSites:
     def _attended(
         self,
         name: str,
-        logits: Logits,
-        value: Tensor,
+        cached: Cached,
         now: Pass,
-        heads: NDArray[Any] | None = None,
+        part: HeadsOf | None = None,
+        *,
         again: bool = False,
     ) -> Tensor:
+        logits, value, newest_keys = cached.logits, cached.value, cached.newest_keys
+        heads = None if part is None else np.repeat(part.heads, part.step)
         query, key = as_multiplied(logits.query, logits.key)
-        scheme = self._of("attention_logits", name)
+        scheme, maps = self._of("attention_logits", name), self._of("attention_maps", name)
         counts = self._clipping is not None and scheme is not None and not again
         clipped = np.zeros(query.shape[1], np.int64) if counts else None
         softmax = softmax_of(
-            logits, scheme, self._table, name, heads, clipped, now.ends.get(name),
-            self._of("attention_maps", name),
-        )  # fmt: skip
+            logits, scheme, self._table, name, heads, clipped, now.ends.get(name), maps, newest_keys
+        )
+        count = query.shape[1]
+        numbers = range(count) if heads is None else heads.tolist()
+        total = count if part is None else part.total
+        of_logits, of_maps = (
+            chosen_heads(one, numbers, total, name, query.device) for one in (scheme, maps)
+        )
+        softmax = dataclasses.replace(softmax, heads=of_logits, map_heads=of_maps)
+        newest = newest_keys, cached.newest_values
+        if newest_keys is not None:
+            exact = as_multiplied(query, newest_keys.exact)[1]
+            newest = dataclasses.replace(newest_keys, exact=exact), cached.newest_values
         try:
-            path = flex.attend if flex.takes(query, key, value, softmax) else attend
-            out = path(query, key, value, softmax, logits.sinks)
+            if newest == (None, None) and flex.takes(query, key, value, softmax):
+                out = flex.attend(query, key, value, softmax, logits.sinks)
+            else:
+                out = attend(query, key, value, softmax, logits.sinks, *newest)
         except NoGridError:
             raise QuantizationError(
                 f"NaN or infinity among the attention logits of {name}"
             ) from None
         if clipped is not None:
-            self._add_clipped(name, clipped, logits, heads)
+            assert self._clipping is not None
+            known = self._clipping.setdefault(name, Clipping.none(0))
+            known.add(clipped, logits.visible, softmax.heads, heads)
         if not bool(torch.isfinite(out).all()):
             raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
         return out
-
-    def _add_clipped(
-        self, name: str, clipped: NDArray[np.int64], logits: Logits, heads: NDArray[Any] | None
-    ) -> None:
-        seen = visible_count(logits.visible, len(clipped))
-        places = np.arange(len(clipped)) if heads is None else heads
-        assert self._clipping is not None
-        known = self._clipping.setdefault(name, Clipping.none(0))
-        short = int(places.max()) + 1 - len(known.seen)
-        if short > 0:  # the maps of a module may come in calls of their own
-            known.clipped, known.seen = (
-                np.concatenate([x, np.zeros(short, np.int64)]) for x in (known.clipped, known.seen)
-            )
-        np.add.at(known.clipped, places, clipped)
-        np.add.at(known.seen, places, seen)
-
-    def _compare(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
-        """Once a module: without quantization, the output is the model's own.
-
-        Raises:
-            QuantizationError: something between q·kᵀ and the values is not known.
-        """
-        self._checked.add(name)
-        theirs = (output[0] if isinstance(output, tuple) else output).detach().transpose(1, 2)
-        with torch.no_grad():
-            plain = Softmax(logits.scale, logits.visible, logits.softcap, logits.bias)
-            query, key = as_multiplied(logits.query, logits.key)
-            ours = attend(query, key, value, plain, logits.sinks)
-        if theirs.shape != ours.shape:
-            raise QuantizationError(
-                f"the attention of {name} gives {tuple(theirs.shape)} where {tuple(ours.shape)} is "
-                "known"
-            )
-        real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
-        gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
-        size = torch.where(real, theirs.float().abs(), 0.0).max()
-        # A NaN passes here: it is refused where it is quantized, in other words.
-        if float(gap) > _CLOSE.get(logits.query.dtype, 5e-2) * (1e-3 + float(size)):
-            raise QuantizationError(
-                f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
-                "the values; something in between is not known to quantdiff"
-            )
 
 
 def _refuse_checkpointing(name: str, *_: Any) -> None:

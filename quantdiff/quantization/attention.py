@@ -7,6 +7,7 @@ second time.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from quantdiff.quantization import native
 from quantdiff.quantization.grid import Grid
+from quantdiff.quantization.in_place import beyond, may_clip, of_heads, rounded, row_extremes
+from quantdiff.quantization.newest import Met, Newest
 from quantdiff.quantization.softmax import Softmax
 from quantdiff.statistics.precision import true_fp32
 
@@ -25,7 +28,13 @@ BLOCK_ELEMENTS = 1 << 19  # logits of a block on a CPU; a GPU takes 32 times as 
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax: Softmax,
+    sinks: Tensor | None = None,
+    newest_keys: Newest | None = None,
+    newest_values: Newest | None = None,
 ) -> Tensor:
     """softmax(quantized logits)·v.
 
@@ -34,6 +43,7 @@ def attend(
         v: (B, G', M, w), query head h reading value head h // (H/G').
         softmax: what happens in between.
         sinks: (H,) learned logits without a key, which are not quantized; or None.
+        newest_keys, newest_values: those that take the place of k and v for late queries.
 
     Returns:
         (B, H, N, w) in v's dtype; zeros in rows that may attend nothing.
@@ -41,7 +51,11 @@ def attend(
     Raises:
         NoGridError: a row whose grid is its own has no finite range.
     """
-    out: Tensor = _Attend.apply(q, k, v, sinks, softmax)  # type: ignore[no-untyped-call]
+    first = newest_keys and newest_keys.first, newest_values and newest_values.first
+    out: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
+        q, k, v, sinks, newest_keys and newest_keys.exact, newest_values and newest_values.exact,
+        first, softmax,
+    )  # fmt: skip
     return out
 
 
@@ -66,34 +80,51 @@ class _Block:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softmax: Softmax
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        exact_k: Tensor | None,
+        exact_v: Tensor | None,
+        first: tuple[Tensor | None, Tensor | None],
+        softmax: Softmax,
     ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             upper = torch.float64 if q.dtype == torch.float64 else torch.float32
             out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=upper, device=q.device)
             for b in range(len(q)):
-                values = v[b].to(upper)
-                for block in _blocks(q[b], k[b], b, softmax, sinks, slopes=False):
-                    out[b, :, block.rows] = _product(block.weights, values[:, : block.keys])
-        ctx.save_for_backward(q, k, v, sinks, out)
-        ctx.softmax = softmax
+                keys = Met.of(b, k, exact_k, first[0], upper)
+                values = Met.of(b, v, exact_v, first[1], upper)
+                for block in _blocks(q[b], keys, b, softmax, sinks, slopes=False):
+                    out[b, :, block.rows] = values.weighed(block.weights, block.rows)
+        ctx.save_for_backward(q, k, v, sinks, exact_k, exact_v, out)
+        ctx.softmax, ctx.first = softmax, first
         return out.to(v.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        q, k, v, sinks, out = ctx.saved_tensors
-        upper = out.dtype
+        q, k, v, sinks, exact_k, exact_v, out = ctx.saved_tensors
+        upper, first = out.dtype, ctx.first
         with torch.autocast(q.device.type, enabled=False):
             of_out = gradients[0].to(upper)
             of_q, of_k, of_v = (torch.zeros_like(x, dtype=upper) for x in (q, k, v))
-            of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=upper)
+            of_sinks, of_exact_k, of_exact_v = (
+                None if x is None else torch.zeros_like(x, dtype=upper)
+                for x in (sinks, exact_k, exact_v)
+            )
             for b in range(len(q)):
-                query, key, value = (x[b].to(upper) for x in (q, k, v))
-                for block in _blocks(q[b], k[b], b, ctx.softmax, sinks, slopes=True):
-                    rows, keys, p = block.rows, block.keys, block.weights
+                query = q[b].to(upper)
+                keys = Met.of(b, k, exact_k, first[0], upper)
+                values = Met.of(b, v, exact_v, first[1], upper)
+                # Views, into which the gradients are added.
+                of_keys = Met.of(b, of_k, of_exact_k, first[0], upper)
+                of_values = Met.of(b, of_v, of_exact_v, first[1], upper)
+                for block in _blocks(q[b], keys, b, ctx.softmax, sinks, slopes=True):
+                    rows, p = block.rows, block.weights
                     g = of_out[b, :, rows]  # (H, n, w)
-                    of_v[b, :, :keys] += _grouped(p.mT @ g, len(value))
-                    of_p = _product(g, value[:, :keys].mT)  # (H, n, m)
+                    values.add_gradients(of_values, p, g, rows)
+                    of_p = values.against(g, rows, block.keys)  # (H, n, m)
                     if block.plain is None:
                         mean = (g * out[b, :, rows]).sum(-1, keepdim=True)  # Σ p·∂p
                     else:
@@ -105,34 +136,36 @@ class _Attend(torch.autograd.Function):
                     if block.slope is not None:
                         of_s = of_s * block.slope
                     of_s = of_s * ctx.softmax.scale
-                    of_q[b, :, rows] = _product(of_s, key[:, :keys])
-                    of_k[b, :, :keys] += _grouped(of_s.mT @ query[:, rows], len(key))
+                    of_q[b, :, rows] = keys.weighed(of_s, rows)
+                    keys.add_gradients(of_keys, of_s, query[:, rows], rows)
         given = (of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype))
-        return *given, None if of_sinks is None else of_sinks.to(sinks.dtype), None
+        pairs = ((of_sinks, sinks), (of_exact_k, exact_k), (of_exact_v, exact_v))
+        more = (None if found is None else found.to(x.dtype) for found, x in pairs)
+        return *given, *more, None, None
 
 
 def _blocks(
-    q: Tensor, k: Tensor, b: int, softmax: Softmax, sinks: Tensor | None, *, slopes: bool
+    q: Tensor, k: Met, b: int, softmax: Softmax, sinks: Tensor | None, *, slopes: bool
 ) -> Iterator[_Block]:
-    """The blocks of sequence b; q: (H, N, D), k: (G, M, D)."""
+    """The blocks of sequence b; q: (H, N, D), k: its keys, (G, M, D)."""
     heads, rows, _ = q.shape
-    upper = torch.float64 if q.dtype == torch.float64 else torch.float32
+    upper, columns = k.rounded.dtype, k.rounded.shape[1]
     maps = _map_grid(q, k, b, softmax, sinks)
-    q, k = q.to(upper), k.to(upper)
+    q = q.to(upper)
     scale = softmax.scale
     if math.frexp(scale)[0] == 0.5:  # a power of two rounds nothing, so that q can take it
         q, scale = q * scale, 1.0
     visible = softmax.visible
     start, stop = visible.start[b].to(q.device), visible.stop[b].to(q.device)
     budget = BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS << 5
-    step = max(1, min(rows, budget // (heads * k.shape[1])))
+    step = max(1, min(rows, budget // (heads * columns)))
     grid = softmax.grid
     if isinstance(grid, Grid):
         own = b if len(grid.step) > 1 else 0
         grid = Grid(grid.step[own], grid.zero[own], grid.low, grid.high)  # (H, 1, 1)
     ends = stop.split(step)
     # Held over the blocks: memory that is given back and taken again costs page faults.
-    room = [torch.empty(heads * step * k.shape[1], dtype=upper, device=q.device) for _ in range(2)]
+    room = [torch.empty(heads * step * columns, dtype=upper, device=q.device) for _ in range(2)]
     lasts = torch.stack([part.max() for part in ends]).tolist()
     firsts = torch.stack([part.min() for part in ends]).tolist()
     latest = torch.stack([part.max() for part in start.split(step)]).tolist()
@@ -141,7 +174,7 @@ def _blocks(
         if keys <= 0:
             continue
         with true_fp32():
-            s = _product(q[:, first:last], k[:, :keys].mT, room[0])  # (H, n, m)
+            s = k.against(q[:, first:last], slice(first, last), keys, room[0])  # (H, n, m)
         if scale != 1:
             s.mul_(scale)
         slope = None
@@ -153,7 +186,8 @@ def _blocks(
             added = softmax.bias(first, last)
             s += added[b if len(added) > 1 else 0, :, :, :keys].to(upper)
         extra = visible.mask_rows(first, last)
-        if grid is not None and extra is None and not slopes and _compiled(s):
+        plain_rows = extra is None and not slopes and softmax.heads is None
+        if grid is not None and plain_rows and _compiled(s):
             clipped = native.round_rows(
                 s, start[first:last], stop[first:last], grid, clips=softmax.clips
             )
@@ -171,14 +205,16 @@ def _blocks(
             if extra is not None:
                 seen = seen & extra[b if len(extra) > 1 else 0, :, :, :keys]
         if grid is not None:
-            here = grid if isinstance(grid, Grid) else grid.of(*_row_extremes(s, seen))
+            here = grid if isinstance(grid, Grid) else grid.of(*row_extremes(s, seen))
             if slopes and softmax.clips:
-                kept = ~here.clipped(s)
+                kept = ~beyond(s, here, softmax.heads)
                 slope = kept.to(upper) if slope is None else slope * kept
-            if softmax.clipped is not None and not slopes and _may_clip(here, softmax.clips):
-                outside = here.clipped(s) if seen is None else here.clipped(s) & seen
+            if softmax.clipped is not None and not slopes and may_clip(here, softmax.clips):
+                outside = beyond(s, here, softmax.heads)
+                outside = outside if seen is None else outside & seen
                 softmax.clipped[:] += outside.sum((1, 2)).cpu().numpy()
-            s = _rounded(s, here, clips=softmax.clips)
+            rounding = functools.partial(rounded, grid=here, clips=softmax.clips)
+            s = of_heads(s, softmax.heads, rounding)
         if seen is not None:
             s.masked_fill_(~seen, -torch.inf)
         weights, plain = _weights(s, sinks, room[1]), None
@@ -189,7 +225,7 @@ def _blocks(
 
 
 def _map_grid(
-    q: Tensor, k: Tensor, b: int, softmax: Softmax, sinks: Tensor | None
+    q: Tensor, k: Met, b: int, softmax: Softmax, sinks: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
     """Rounds the weights of sequence b, in place, to a grid from zero to their largest."""
     scheme = softmax.maps
@@ -205,34 +241,16 @@ def _map_grid(
         if scheme.granularity == "tensor":
             peaks = peaks.amax(0, keepdim=True)
 
-    def rounded(weights: Tensor) -> Tensor:
+    def on_grid(weights: Tensor) -> Tensor:
         most = weights.amax(-1, keepdim=True) if peaks is None else peaks
         step = Grid.of(torch.zeros_like(most), most, scheme.bits, False).step
         return weights.div_(step).round_().clamp_(max=high).mul_(step)
 
-    return rounded
+    return lambda weights: of_heads(weights, softmax.map_heads, on_grid)
 
 
 def _compiled(s: Tensor) -> bool:
     return s.device.type == "cpu" and s.dtype == torch.float32 and native.available()
-
-
-def _may_clip(grid: Grid, clips: bool) -> bool:
-    """An asymmetric zero point is rounded, so that an end may stick out by one."""
-    return clips or grid.low == 0
-
-
-def _rounded(s: Tensor, grid: Grid, *, clips: bool) -> Tensor:
-    """`grid.quantize` in place."""
-    symmetric = grid.low < 0
-    s.div_(grid.step).round_()
-    if not symmetric:
-        s.add_(grid.zero)
-    if _may_clip(grid, clips):
-        s.clamp_(grid.low, grid.high)
-    if not symmetric:
-        s.sub_(grid.zero)
-    return s.mul_(grid.step)
 
 
 def _weights(s: Tensor, sinks: Tensor | None, room: Tensor) -> Tensor:
@@ -246,29 +264,3 @@ def _weights(s: Tensor, sinks: Tensor | None, room: Tensor) -> Tensor:
         blind = (s == -torch.inf).all(-1, keepdim=True)
         weights.masked_fill_(blind, 0.0)
     return weights
-
-
-def _row_extremes(s: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ends of a range that holds zero and the visible logits of each row, (H, n, 1).
-
-    Every grid holds zero, so that what is not visible may be set to it, in place.
-    """
-    if seen is not None:
-        s.masked_fill_(~seen, 0.0)
-    least, most = s.aminmax(dim=-1, keepdim=True)
-    return least, most
-
-
-def _product(a: Tensor, b: Tensor, room: Tensor | None = None) -> Tensor:
-    """(H, n, x) times (G, x, y), each b for H/G heads of a: (H, n, y); in `room`, if given."""
-    heads, rows, width = a.shape
-    out = None
-    if room is not None:
-        shape = len(b), heads // len(b) * rows, b.shape[2]
-        out = room[: heads * rows * b.shape[2]].view(shape)
-    return torch.bmm(a.reshape(len(b), -1, width), b, out=out).view(heads, rows, -1)
-
-
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Sum (H, ...) over the heads of each of G groups."""
-    return x.unflatten(0, (groups, -1)).sum(1)

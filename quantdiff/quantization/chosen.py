@@ -1,11 +1,14 @@
-"""Which scheme holds where: by site and layer."""
+"""Which scheme holds where: by site, layer and head."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from quantdiff.errors import UsageError
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["Schemes"]
+__all__ = ["Schemes", "chosen_heads"]
 
 
 class Schemes:
@@ -58,6 +61,34 @@ class Schemes:
 
     def __bool__(self) -> bool:
         return bool(self.all)
+
+
+def chosen_heads(
+    scheme: Scheme | None, numbers: Sequence[int], total: int, name: str, device: torch.device
+) -> Tensor | None:
+    """Which heads of an attention call a scheme is for.
+
+    Args:
+        scheme: or None.
+        numbers: of the call's heads, in the order of the projection.
+        total: heads of the projection.
+        name: of the attention module.
+        device: of the result.
+
+    Returns:
+        (H,) bool; None for all.
+
+    Raises:
+        UsageError: it names a head that is not there.
+    """
+    if scheme is None or scheme.heads is None:
+        return None
+    if scheme.heads[-1] >= total:
+        raise UsageError(
+            f"head {scheme.heads[-1]} of a scheme for {scheme.site}: {name} has the heads 0 to "
+            f"{total - 1}"
+        )
+    return torch.tensor([number in scheme.heads for number in numbers], device=device)
 
 
 def _meet(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:

@@ -1,13 +1,15 @@
 """How many values lay beyond their grids."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quantdiff.statistics import Visible
 
-__all__ = ["Clipping", "visible_count"]
+__all__ = ["Clipping"]
 
 
 @dataclass(eq=False)
@@ -27,13 +29,40 @@ class Clipping:
         """Of a site that has not run."""
         return cls(np.zeros(heads, np.int64), np.zeros(heads, np.int64))
 
+    def add(
+        self,
+        clipped: NDArray[np.int64],
+        visible: Visible,
+        chosen: Tensor | None,
+        places: NDArray[Any] | None,
+    ) -> None:
+        """Count a call.
+
+        Args:
+            clipped: of each of its heads, (H,).
+            visible: what may be attended in it.
+            chosen: which of its heads were quantized, (H,) bool; None for all.
+            places: of its heads among the site's; None for 0 … H − 1.
+        """
+        seen = _visible_count(visible, len(clipped))
+        if chosen is not None:
+            seen *= chosen.cpu().numpy()
+        places = np.arange(len(clipped)) if places is None else places
+        short = int(places.max()) + 1 - len(self.seen)
+        if short > 0:  # the maps of a module may come in calls of their own
+            self.clipped, self.seen = (
+                np.concatenate([x, np.zeros(short, np.int64)]) for x in (self.clipped, self.seen)
+            )
+        np.add.at(self.clipped, places, clipped)
+        np.add.at(self.seen, places, seen)
+
     @property
     def share(self) -> float:
         """Of all heads together, in 0 … 1."""
         return float(self.clipped.sum() / max(self.seen.sum(), 1))
 
 
-def visible_count(visible: Visible, heads: int) -> NDArray[np.int64]:
+def _visible_count(visible: Visible, heads: int) -> NDArray[np.int64]:
     """Logits that may be attended, by head, (H,) int64."""
     if visible.mask is None:
         each = int((visible.stop - visible.start).clamp(min=0).sum())

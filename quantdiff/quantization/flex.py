@@ -29,6 +29,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> bool:
         and isinstance(softmax.grid, Grid)
         and softmax.clipped is None
         and softmax.maps is None
+        and softmax.heads is None
         and softmax.bias is None
         and softmax.visible.mask is None
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))

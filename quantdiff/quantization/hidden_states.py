@@ -11,20 +11,29 @@ from quantdiff.hooks.runs import Runs
 from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.rounding import real_tokens, rounded
 from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.static import ends_of
+from quantdiff.quantization.table import Table
 
 __all__ = ["HiddenStates"]
 
 
 class HiddenStates:
-    """Rounds them in hooks: over a token, or over all real tokens of a sequence (`tensor`)."""
+    """Rounds them in hooks.
 
-    def __init__(self, found: Found, runs: Runs, schemes: Schemes) -> None:
+    A range goes over one token (`token`) or over all real tokens of a sequence (`tensor`), or is
+    that of a calibration.
+    """
+
+    def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
         self._runs = runs
         self._layers: list[tuple[str, nn.Module, Scheme]] = []
         for number, (name, layer) in enumerate(found.layers):
             scheme = schemes.of("hidden_states", number)
             if scheme is not None:
                 self._layers.append((name, layer, scheme))
+        self._ends = {
+            name: ends_of(table, scheme, name) for name, _, scheme in self._layers if scheme.static
+        }
         self._handles: list[Any] = []
 
     def begin(self) -> None:
@@ -60,7 +69,7 @@ class HiddenStates:
             if not isinstance(hidden, Tensor) or hidden.shape[:2] != real.shape:
                 raise QuantizationError(f"{name} gives no tensor of (sequences, tokens, channels)")
             kept = None if over == (2,) else real.to(hidden.device)[..., None]
-            found = rounded(hidden, over, scheme, name, kept)
+            found = rounded(hidden, over, scheme, name, kept, self._ends.get(name))
             return (found, *output[1:]) if isinstance(output, tuple) else found
 
         return hook

@@ -2,41 +2,133 @@
 
 Keys are those that meet the queries, after their rotary embedding; what lies in a model's cache
 stays as it is, and is rounded anew in each attention call. For the granularities `token` and
-`group` that is the same as rounding once on the way into the cache; ranges over several tokens
-(`head`, `channel`) grow with the text.
+`group`, and for static ranges, that is the same as rounding once on the way into the cache; dynamic
+ranges over several tokens (`head`, `channel`) grow with the text. The newest tokens may stay as
+they are, for each query its own: a pass over a whole text then gives what a pass a token gives.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits
+from quantdiff.hooks.sequences import Batch
+from quantdiff.hooks.shown import distinct_heads
+from quantdiff.quantization.chosen import chosen_heads
+from quantdiff.quantization.newest import Newest, first_exact
 from quantdiff.quantization.rounding import in_groups, rounded
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["keys_of", "values_of"]
+__all__ = ["Cached", "newest_of", "rounded_heads"]
 
 # Over which dimensions of (B, G, M, D) a range goes.
 _OVER = {"head": (2, 3), "token": (3,), "channel": (2,)}
 
 
-def keys_of(logits: Logits, scheme: Scheme | None, kept: Tensor | None, name: str) -> Logits:
-    """The same call with rounded keys."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cached:
+    """An attention call with its keys and values as a quantized cache holds them.
+
+    Attributes:
+        logits: with rounded keys.
+        value: (B, G, M, w), rounded.
+        newest_keys, newest_values: those that a query meets as they are; None where it meets none.
+    """
+
+    logits: Logits
+    value: Tensor
+    newest_keys: Newest | None = None
+    newest_values: Newest | None = None
+
+    def arranged(
+        self, of_keys: Callable[[Tensor], Tensor], of_values: Callable[[Tensor], Tensor]
+    ) -> "Cached":
+        """The same call with its heads arranged anew."""
+        news = [
+            None if newest is None else dataclasses.replace(newest, exact=arrange(newest.exact))
+            for newest, arrange in ((self.newest_keys, of_keys), (self.newest_values, of_values))
+        ]
+        logits = dataclasses.replace(self.logits, key=of_keys(self.logits.key))
+        return Cached(logits, of_values(self.value), *news)
+
+
+def rounded_heads(
+    x: Tensor,
+    scheme: Scheme | None,
+    kept: Tensor | None,
+    name: str,
+    numbers: Sequence[int] | None = None,
+    ends: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Keys or values of the heads that a scheme is for on their grids, the others as they are.
+
+    Args:
+        x: (B, G, M, D).
+        scheme: of `keys` or `values`, or None.
+        kept: (B, M) bool, the real tokens, which set ranges; None for all.
+        name: of the attention module.
+        numbers: of the heads in the order of the projection; None for that order, where heads that
+            are repeated for several query heads count once.
+        ends: static ranges, (G, 1, 1) or (G, 1, D) each; None for dynamic ones.
+
+    Raises:
+        QuantizationError: NaN or infinity, or a group that does not divide the channels.
+        UsageError: a head that is not there.
+    """
     if scheme is None:
-        return logits
-    return dataclasses.replace(logits, key=_heads(logits.key, scheme, kept, name))
+        return x
+    heads = None
+    if scheme.heads is not None:
+        total = x.shape[1]
+        if numbers is None:
+            numbers, _ = distinct_heads(x.detach())
+            total = max(numbers) + 1
+        heads = chosen_heads(scheme, numbers, total, name, x.device)
+    found = _heads(x, scheme, kept, name, ends)
+    return found if heads is None else torch.where(heads[:, None, None], found, x)
 
 
-def values_of(value: Tensor, scheme: Scheme | None, kept: Tensor | None, name: str) -> Tensor:
-    """Rounded values, (B, G, M, w)."""
-    return value if scheme is None else _heads(value, scheme, kept, name)
+def newest_of(
+    x: Tensor, scheme: Scheme | None, logits: Logits, batch: Batch, name: str
+) -> Newest | None:
+    """Keys or values, (B, G, M, D), with the places of those that a query meets as they are.
+
+    Raises:
+        QuantizationError: the keys are those of something else, of which none is newest, or a query
+            may attend tokens behind its own.
+    """
+    if scheme is None or not scheme.newest:
+        return None
+    if logits.cross:
+        raise QuantizationError(
+            f"{name} attends to another sequence, whose tokens are all as old: leave newest at 0 "
+            "for its layer"
+        )
+    start, stop = logits.visible.start, logits.visible.stop  # (B, N)
+    own = batch.past - batch.key_offset(x.shape[2])  # the first query's key
+    behind = torch.arange(own + 1, own + 1 + stop.shape[1], device=stop.device)
+    if bool(((stop > start) & (stop > behind)).any()):
+        raise QuantizationError(
+            f"{name} lets a token attend those behind it, so that its own is not the newest: leave "
+            "newest at 0 for its layer"
+        )
+    return Newest(x, first_exact(batch, x.shape[2], scheme.newest))
 
 
-def _heads(x: Tensor, scheme: Scheme, kept: Tensor | None, name: str) -> Tensor:
+def _heads(
+    x: Tensor,
+    scheme: Scheme,
+    kept: Tensor | None,
+    name: str,
+    ends: tuple[Tensor, Tensor] | None,
+) -> Tensor:
     """x: (B, G, M, D); kept: (B, M) bool, the real tokens, or None for all."""
     real = None if kept is None else kept.to(x.device)[:, None, :, None]
     if scheme.group is None:
-        return rounded(x, _OVER[scheme.granularity], scheme, name, real)
+        return rounded(x, _OVER[scheme.granularity], scheme, name, real, ends)
     parts = in_groups(x, scheme.group, name, scheme.site)
     real = None if real is None else real[..., None]
     return rounded(parts, (4,), scheme, name, real).flatten(-2)

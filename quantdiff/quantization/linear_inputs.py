@@ -1,17 +1,21 @@
 """The site `linear_inputs`: what goes into the linear modules of the decoder's layers."""
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
 
-from quantdiff.errors import QuantizationError
+from quantdiff.errors import LeftAloneWarning, QuantizationError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.linears import linear_modules
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.quantization.chosen import Schemes
-from quantdiff.quantization.rounding import real_tokens, rounded
+from quantdiff.quantization.rounding import check_seen, real_tokens, rounded
 from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.static import ends_of
+from quantdiff.quantization.table import Table
 
 __all__ = ["LinearInputs", "chosen_linears", "linears"]
 
@@ -22,13 +26,7 @@ def linears(found: Found) -> dict[str, nn.Module]:
     Raises:
         QuantizationError: there are none.
     """
-    from transformers.pytorch_utils import Conv1D
-
-    modules = {
-        name: module
-        for name, module in found.modules.items()
-        if isinstance(module, nn.Linear | Conv1D) and layer_of(name, found.layers) is not None
-    }
+    modules = linear_modules(found)
     if not modules:
         raise QuantizationError(
             "there is no linear module in the layers of this model; it has no such site"
@@ -39,23 +37,56 @@ def linears(found: Found) -> dict[str, nn.Module]:
 def chosen_linears(
     found: Found, schemes: Schemes, site: str
 ) -> dict[str, tuple[nn.Module, Scheme]]:
-    """Those for whose layer there is a scheme of a site, with it."""
+    """Those for whose layer there is a scheme of a site, with it.
+
+    Weights in these layers that are no linear module's, as packed experts are, are warned of.
+    """
     modules = {}
-    for name, module in linears(found).items():
+    every = linears(found)
+    _warn_of_others(found, schemes, site, set(every))
+    for name, module in every.items():
         scheme = schemes.of(site, layer_of(name, found.layers))
         if scheme is not None:
             modules[name] = module, scheme
     return modules
 
 
+def _warn_of_others(found: Found, schemes: Schemes, site: str, taken: set[str]) -> None:
+    """Name the largest weight in the layers of a scheme that is of none of the modules taken."""
+    others: dict[str, nn.Parameter] = {}
+    for name, module in found.modules.items():
+        layer = layer_of(name, found.layers)
+        if layer is None or schemes.of(site, layer) is None or name in taken:
+            continue
+        if isinstance(module, nn.Embedding) or "norm" in type(module).__name__.lower():
+            continue
+        for own, weight in module.named_parameters(recurse=False):
+            if weight.is_floating_point() and weight.dim() > 1:
+                others[f"{name}.{own}"] = weight
+    if others:
+        name = max(others, key=lambda name: others[name].numel())  # the first of equal ones
+        warnings.warn(
+            f"{name}, {tuple(others[name].shape)}, belongs to no linear module: {site} of it, and "
+            "of others like it, are not quantized",
+            LeftAloneWarning,
+            stacklevel=2,
+        )
+
+
 class LinearInputs:
     """Rounds them in hooks.
 
-    A range goes over one token (`token`) or over all real tokens of a sequence (`tensor`).
+    A range goes over one token (`token`) or over all real tokens of a sequence (`tensor`), or is
+    that of a calibration.
     """
 
-    def __init__(self, found: Found, runs: Runs, schemes: Schemes) -> None:
+    def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
         self._modules, self._runs = chosen_linears(found, schemes, "linear_inputs"), runs
+        self._ends = {
+            name: ends_of(table, scheme, name)
+            for name, (_, scheme) in self._modules.items()
+            if scheme.static
+        }
         self._handles: list[Any] = []
 
     def begin(self) -> None:
@@ -85,6 +116,9 @@ class LinearInputs:
     def _rounded(self, name: str, x: Tensor, scheme: Scheme) -> Tensor:
         if scheme.granularity == "token":
             return rounded(x, (-1,), scheme, name)
+        if scheme.static:
+            check_seen(x, self._ends[name], scheme, name)
+            return rounded(x, (-1,), scheme, name, self._kept(x, name), self._ends[name])
         real = real_tokens(self._runs.current(name), "linear_inputs").to(x.device)  # (B, N)
         if x.shape[:-1] == real.shape:
             return rounded(x, (1, 2), scheme, name, real[..., None])
@@ -95,3 +129,8 @@ class LinearInputs:
             f"the inputs of {name}, {tuple(x.shape)}, are not the tokens of the pass, so that a "
             "range of each sequence cannot be told; use the granularity token"
         )
+
+    def _kept(self, x: Tensor, name: str) -> Tensor | None:
+        """Which of its tokens are real, where they are those of the pass; None for all."""
+        real = self._runs.current(name).batch.real.to(x.device)
+        return real[..., None] if x.shape[:-1] == real.shape else None

@@ -10,10 +10,11 @@ from torch import Tensor
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits, as_multiplied
 from quantdiff.quantization.grid import Grid, NoGridError, RowGrids
+from quantdiff.quantization.newest import Newest
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.softmax import Softmax
 from quantdiff.quantization.table import Table
-from quantdiff.statistics import NonFiniteError
+from quantdiff.statistics import NonFiniteError, Visible
 from quantdiff.statistics.streaming import logit_extremes
 
 __all__ = ["extremes", "softmax_of"]
@@ -28,6 +29,7 @@ def softmax_of(
     clipped: NDArray[np.int64] | None = None,
     ends: tuple[Tensor, Tensor] | None = None,
     maps: Scheme | None = None,
+    newest: Newest | None = None,
 ) -> Softmax:
     """What happens between the queries and the values of one call.
 
@@ -41,6 +43,7 @@ def softmax_of(
             this call; None for those of this call.
         clipped: (H of the call,), to which the number of clipped logits of each head is added.
         maps: for the site `attention_maps`, or None.
+        newest: keys that queries meet in place of those of `logits`, or None.
 
     Raises:
         QuantizationError: NaN or infinity among the logits that count.
@@ -63,7 +66,7 @@ def softmax_of(
                 f"{logits.query.shape[1]}"
             )
     else:
-        least, most = extremes(logits, name) if ends is None else ends  # (B, H)
+        least, most = extremes(logits, name, newest) if ends is None else ends  # (B, H)
         if scheme.granularity == "tensor":
             count = logits.query.shape[1]
             least = least.amin(1, keepdim=True).expand(-1, count)
@@ -75,19 +78,28 @@ def softmax_of(
     return Softmax(*given, grid, scheme.static, maps, clipped)
 
 
-def extremes(logits: Logits, name: str) -> tuple[Tensor, Tensor]:
+def extremes(logits: Logits, name: str, newest: Newest | None = None) -> tuple[Tensor, Tensor]:
     """Least and largest logit that counts, of each sequence and head, (B, H) fp32 each.
 
-    +inf and −inf where nothing counts.
+    +inf and −inf where nothing counts. `newest`: as in `softmax_of`.
 
     Raises:
         QuantizationError: NaN or infinity among them.
     """
+    if newest is None:
+        return _extremes(logits, logits.key, logits.visible, name)
+    older, new = newest.apart(logits.visible)
+    least, most = _extremes(logits, logits.key, older, name)
+    other_least, other_most = _extremes(logits, newest.exact, new, name)
+    return torch.minimum(least, other_least), torch.maximum(most, other_most)
+
+
+def _extremes(logits: Logits, key: Tensor, visible: Visible, name: str) -> tuple[Tensor, Tensor]:
     try:
         return logit_extremes(
-            *as_multiplied(logits.query.detach(), logits.key.detach()),
+            *as_multiplied(logits.query.detach(), key.detach()),
             logits.scale,
-            logits.visible,
+            visible,
             softcap=logits.softcap,
             bias=logits.bias,
         )

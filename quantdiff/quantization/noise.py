@@ -91,14 +91,15 @@ class NoiseRecorder:
         table: static ranges.
 
     Raises:
-        UsageError: a scheme of another site, of some layers, of 16 bits, or a static one without a
-            table.
+        UsageError: a scheme of another site, of some layers or heads, of 16 bits, or a static one
+            without a table.
     """
 
     def __init__(self, model: torch.nn.Module, scheme: Scheme, table: Table | None = None) -> None:
-        if scheme.site != "attention_logits" or scheme.layers is not None or not scheme.quantizes:
+        some = scheme.layers is not None or scheme.heads is not None
+        if scheme.site != "attention_logits" or some or not scheme.quantizes:
             raise UsageError(
-                "noise is measured of a scheme that quantizes the logits of all layers"
+                "noise is measured of a scheme that quantizes the logits of all layers and heads"
             )
         if scheme.static and table is None:
             raise UsageError(f"the range {scheme.range} comes from a calibration: give table=…")

@@ -17,13 +17,14 @@ from quantdiff.quantization.clipping import Clipping
 from quantdiff.quantization.hidden_states import HiddenStates
 from quantdiff.quantization.linear_inputs import LinearInputs
 from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.static import check_table
 from quantdiff.quantization.table import Table
 from quantdiff.quantization.weights import Weights
 
-__all__ = ["FakeQuantizer", "fake_quantize", "is_quantized"]
+__all__ = ["FakeQuantizer", "fake_quantize", "is_quantized", "refuse_quantized"]
 
 ATTENTION = ("keys", "attention_logits", "attention_maps", "values")  # of one attention call
-# Sites with hooks of their own, by name; each is made of (found, runs, schemes).
+# Sites with hooks of their own, by name; each is made of (found, runs, schemes, table).
 PARTS: dict[str, Any] = {
     "linear_inputs": LinearInputs,
     "hidden_states": HiddenStates,
@@ -46,6 +47,18 @@ class _Runs(Runs):
 def is_quantized(model: nn.Module) -> bool:
     """Whether a context quantizes the model, or a part of it, now."""
     return any(is_entered(module, _Runs) for module in model.modules())
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Refuse to change what is quantized: rounded weights would be changed, to no effect.
+
+    Raises:
+        QuantizationError: a context quantizes the model.
+    """
+    if is_quantized(model):
+        raise QuantizationError(
+            "a remedy changes what is quantized after it: enter its context before fake_quantize's"
+        )
 
 
 class FakeQuantizer:
@@ -85,6 +98,8 @@ class FakeQuantizer:
         self._found = Found(model, None)
         layers = [name for name, _ in self._found.layers]
         self.schemes.check_layers(len(layers))
+        if table is not None:
+            check_table(table, self.schemes, self._found)
         self._runs = _Runs(layers, within=self._within, check=self._check)
         attention = self.schemes.some(ATTENTION)
         if attention:
@@ -95,7 +110,7 @@ class FakeQuantizer:
             self._parts.append(self._attention)
         for site, part in PARTS.items():
             if self.schemes.of(site) is not None:
-                self._parts.append(part(self._found, self._runs, self.schemes))
+                self._parts.append(part(self._found, self._runs, self.schemes, table))
 
     def __enter__(self) -> Self:
         if not self.schemes:

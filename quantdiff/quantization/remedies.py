@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantdiff.errors import QuantizationError, UsageError
-from quantdiff.quantization.quantizer import is_quantized
+from quantdiff.quantization.quantizer import refuse_quantized
 from quantdiff.quantization.residual import Residual, residual_of, restored
 
 __all__ = ["orthogonal", "rotated", "smoothed"]
@@ -44,14 +44,14 @@ def smoothed(
     """
     if not 0 <= alpha <= 1:
         raise UsageError(f"alpha lies in [0, 1], not {alpha}")
-    _refuse_quantized(model)
+    refuse_quantized(model)
     parts = residual_of(model)
     work = list(batches)
     if not work:
         raise UsageError("migration needs a batch of text to see how large the channels get")
     most = _largest(model, parts, work)
-    with restored(parts), torch.no_grad():
-        with _unchanged(model, work[0]):
+    with restored(parts):
+        with torch.no_grad(), _unchanged(model, work[0]):
             for block in parts.blocks:
                 readers = list(block.readers.values())
                 s = _factors(most[readers[0]], [r.weight for r in readers], alpha)
@@ -84,15 +84,15 @@ def rotated(model: Any, batch: Mapping[str, Any] | None = None, *, seed: int = 0
         QuantizationError: a model that is built otherwise, whose function changed, or that is
             quantized already.
     """
-    _refuse_quantized(model)
+    refuse_quantized(model)
     parts = residual_of(model)
     device = parts.embedding.weight.device
     if batch is None:
         count = parts.embedding.num_embeddings
         batch = {"input_ids": torch.arange(min(16, count), device=device)[None]}
     q = orthogonal(parts.width, seed).to(device)
-    with restored(parts), torch.no_grad():
-        with _unchanged(model, batch):
+    with restored(parts):
+        with torch.no_grad(), _unchanged(model, batch):
             _fold(parts)
             parts.embedding.weight.data = _times(parts.embedding.weight, q)
             parts.head.weight.data = _times(parts.head.weight, q)
@@ -126,14 +126,6 @@ def orthogonal(width: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (width, 1), generator=generator).double() * 2 - 1
     return torch.kron(hadamard, cosine) * signs
-
-
-def _refuse_quantized(model: Any) -> None:
-    """Rounded weights would be changed, to no effect."""
-    if is_quantized(model):
-        raise QuantizationError(
-            "a remedy changes what is quantized after it: enter its context before fake_quantize's"
-        )
 
 
 def _times(weight: Tensor, q: Tensor) -> Tensor:

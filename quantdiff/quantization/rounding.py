@@ -10,26 +10,33 @@ from quantdiff.hooks.passes import Pass
 from quantdiff.quantization.grid import Grid, NoGridError
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["in_groups", "real_tokens", "rounded"]
+__all__ = ["check_seen", "in_groups", "real_tokens", "rounded"]
 
 
 def rounded(
-    x: Tensor, over: Sequence[int], scheme: Scheme, name: str, kept: Tensor | None = None
+    x: Tensor,
+    over: Sequence[int],
+    scheme: Scheme,
+    name: str,
+    kept: Tensor | None = None,
+    ends: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The values of a tensor on their grids.
 
     Args:
         x: any shape, floating.
-        over: the dimensions that share a range.
-        scheme: dynamic; its bits and symmetry are used.
+        over: the dimensions that share a dynamic range, any for static ones.
+        scheme: its bits and symmetry are used.
         name: of the site, for messages.
-        kept: bool, broadcastable to x: what may set a range; the rest is rounded too, and clipped.
+        kept: bool, broadcastable to x: what may set a dynamic range; the rest is rounded too, and
+            clipped.
+        ends: least and largest value of static ranges, broadcastable to x; None for dynamic ones.
 
     Returns:
         As x, in its dtype. Its gradient goes to x unchanged.
 
     Raises:
-        QuantizationError: NaN or infinity among what sets a range.
+        QuantizationError: NaN or infinity among the values, but for those that are not kept.
     """
     values = x.detach()
     if values.dtype not in (torch.float32, torch.float64):
@@ -41,8 +48,24 @@ def rounded(
         grid = Grid.of(least, most, scheme.bits, scheme.symmetric)
     except NoGridError:
         raise QuantizationError(f"NaN or infinity among the {scheme.site} of {name}") from None
+    if ends is not None:
+        least, most = (end.to(x.device) for end in ends)
+        grid = Grid.of(least, most, scheme.bits, scheme.symmetric)
     found = grid.quantize(values).to(x.dtype)
     return x + (found - x.detach()) if x.requires_grad else found
+
+
+def check_seen(x: Tensor, ends: tuple[Tensor, Tensor], scheme: Scheme, name: str) -> None:
+    """Refuse values where the calibration has seen none, or zeros alone.
+
+    Raises:
+        QuantizationError: names the module.
+    """
+    if not bool(torch.cat(ends).any()) and bool(x.any()):
+        raise QuantizationError(
+            f"the calibration saw no {scheme.site} of {name} but zeros, so that there is no range "
+            "for them: calibrate on more text"
+        )
 
 
 def real_tokens(now: Pass, site: str) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quantdiff.errors import UsageError
 
-__all__ = ["CALIBRATED", "RANGES", "SITES", "Scheme"]
+__all__ = ["RANGES", "SITES", "STATIC", "Scheme"]
 
 # Site -> granularities that it knows; `group` is written with its size, as in `group:64`.
 SITES: dict[str, tuple[str, ...]] = {
@@ -17,8 +17,14 @@ SITES: dict[str, tuple[str, ...]] = {
     "hidden_states": ("tensor", "token"),
     "weights": ("tensor", "channel", "group"),
 }
-# Sites with ranges from a calibration.
-CALIBRATED = ("attention_logits",)
+# Site -> granularities that ranges from a calibration may have.
+STATIC: dict[str, tuple[str, ...]] = {
+    "attention_logits": ("tensor", "head"),
+    "keys": ("head", "channel"),
+    "values": ("head", "channel"),
+    "linear_inputs": ("tensor",),
+    "hidden_states": ("tensor",),
+}
 
 # Range -> its parameter's default, where it has one; all but `dynamic` come from a calibration.
 RANGES: dict[str, float | None] = {
@@ -29,6 +35,9 @@ RANGES: dict[str, float | None] = {
     "entropy": None,
 }
 BITS = (2, 3, 4, 5, 6, 7, 8, 16)
+
+_WITH_HEADS = ("attention_logits", "attention_maps", "keys", "values")
+_CACHED = ("keys", "values")
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,16 @@ class Scheme:
             branches, or a weight matrix; `head`; `row`, one query, and `token`; `channel`, of keys
             and values one head's over all tokens, of weights one output; `group:64`, so many
             neighbouring channels of a token, or inputs of an output. Left out, it is the first
-            that the site knows: `tensor`, or `token` of keys and values.
+            that the site and the range know: `tensor`, or of keys and values `token`, `head` where
+            the range is static.
         symmetric: whether the grid is; that of `attention_maps` begins at zero in either case.
         layers: numbers of the layers that it is for, from 0; None for all.
+        heads: numbers of the heads that it is for, from 0, in the order of the projection; None for
+            all. Those of logits and maps are query heads, those of keys and values key-value heads.
+            Ranges are those of the same scheme for all heads.
+        newest: of keys and values, how many tokens, up to its own, a query meets as they are: the
+            residual window of KIVI (arXiv 2402.02750). Ranges are those of the same scheme with 0:
+            those over all tokens (`head`, `channel`) span the newest too.
 
     Raises:
         UsageError: names the entry that is not known or does not go with the others.
@@ -58,6 +74,8 @@ class Scheme:
     granularity: str = ""
     symmetric: bool = True
     layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    newest: int = 0
 
     def __post_init__(self) -> None:
         if self.site not in SITES:
@@ -68,12 +86,14 @@ class Scheme:
         if self.bits not in BITS or type(self.bits) is not int:
             raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
         self._check_granularity()
-        if self.layers is not None:
-            known = isinstance(self.layers, Iterable) and not isinstance(self.layers, str)
-            layers = tuple(self.layers) if known else ()
-            if not layers or any(type(n) is not int or n < 0 for n in layers):
-                raise UsageError(f"layers are numbers from 0, at least one, not {self.layers!r}")
-            object.__setattr__(self, "layers", tuple(sorted(set(layers))))
+        self._check_numbers("layers")
+        self._check_numbers("heads")
+        if self.heads is not None and self.site not in _WITH_HEADS:
+            raise UsageError(f"{self.site} have no heads; those are of {', '.join(_WITH_HEADS)}")
+        if type(self.newest) is not int or self.newest < 0:
+            raise UsageError(f"the newest tokens are a number from 0, not {self.newest!r}")
+        if self.newest and self.site not in _CACHED:
+            raise UsageError(f"{self.site} keep no newest tokens; keys and values do")
         observer, parameter = self.observer, self.range.partition(":")[2]
         if observer not in RANGES:
             raise UsageError(f"unknown range {self.range!r}; known: {', '.join(RANGES)}")
@@ -88,19 +108,40 @@ class Scheme:
                 raise UsageError(f"{parameter!r} is no percentile") from None
             if not 0 < percentile <= 100:
                 raise UsageError(f"a percentile lies in (0, 100], not {parameter}")
-        if self.granularity == "row" and self.static:
-            raise UsageError(
-                f"granularity row is always dynamic; with the range {self.range} use tensor or head"
-            )
-        if self.static and self.site not in CALIBRATED:
+        if self.static:
+            self._check_static()
+
+    def _check_static(self) -> None:
+        if self.site not in STATIC:
             raise UsageError(
                 f"calibrations hold no ranges of {self.site}; use the range dynamic there"
             )
+        if self.granularity not in STATIC[self.site]:
+            raise UsageError(
+                f"granularity {self.granularity} is always dynamic; with the range {self.range} "
+                f"use {' or '.join(STATIC[self.site])}"
+            )
+        if self.granularity == "channel" and self.observer != "absmax":
+            raise UsageError(
+                f"a calibration keeps only the extremes of a channel, no {self.observer}; with the "
+                "granularity channel use the range absmax"
+            )
+
+    def _check_numbers(self, name: str) -> None:
+        given = getattr(self, name)
+        if given is None:
+            return
+        known = isinstance(given, Iterable) and not isinstance(given, str)
+        numbers = tuple(given) if known else ()
+        if not numbers or any(type(n) is not int or n < 0 for n in numbers):
+            raise UsageError(f"{name} are numbers from 0, at least one, not {given!r}")
+        object.__setattr__(self, name, tuple(sorted(set(numbers))))
 
     def _check_granularity(self) -> None:
         known = SITES[self.site]
         if not self.granularity:
-            object.__setattr__(self, "granularity", known[0])
+            first = STATIC.get(self.site, known) if self.static else known
+            object.__setattr__(self, "granularity", first[0])
         kind, _, size = self.granularity.partition(":")
         if kind not in known:
             raise UsageError(

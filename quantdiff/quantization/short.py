@@ -19,7 +19,7 @@ SHORT: dict[str, tuple[tuple[str, ...], str, bool]] = {
     "P": (("attention_maps",), "tensor", False),
     "H": (("hidden_states",), "token", True),
 }
-_ONE = re.compile(r"(KV|[WAKVLPH])([1-9][0-9]*|0)(?:g([0-9]+))?")
+_ONE = re.compile(r"(KV|[WAKVLPH])([1-9][0-9]*|0)(?:g([0-9]+))?(?:r([0-9]+))?")
 
 
 def schemes(name: str) -> tuple[Scheme, ...]:
@@ -28,8 +28,9 @@ def schemes(name: str) -> tuple[Scheme, ...]:
     It is made of letters with bits: W weights (a grid an output channel), A inputs of linear
     modules (a grid a token), KV, K, V keys and values (a grid a token and head, asymmetric), L
     attention logits, P attention maps (a grid a layer and sequence), H hidden states (a grid a
-    token); 16 bits leave a site as it is. `g64` behind W, KV, K or V makes groups of 64. Names are
-    summed by `+`; `W4A16` is `W4+A16`.
+    token); 16 bits leave a site as it is. `g64` behind W, KV, K or V makes groups of 64, and `r128`
+    behind KV, K or V keeps the newest 128 tokens as they are. Names are summed by `+`; `W4A16` is
+    `W4+A16`.
 
     Raises:
         UsageError: what is not known, a site named twice, or bits that no scheme has.
@@ -42,7 +43,7 @@ def schemes(name: str) -> tuple[Scheme, ...]:
                 f"unknown short name {part or name!r}: write letters and bits, such as W8A8, "
                 f"W4g64A16+KV4 or L6; letters are {', '.join(SHORT)}"
             )
-        for letter, bits, size in _ONE.findall(part):
+        for letter, bits, size, newest in _ONE.findall(part):
             sites, granularity, symmetric = SHORT[letter]
             if size:
                 granularity = f"group:{size}"
@@ -51,7 +52,9 @@ def schemes(name: str) -> tuple[Scheme, ...]:
                     raise UsageError(f"{name!r} names {site} twice")
                 named.add(site)
                 try:
-                    scheme = Scheme(site, int(bits), "dynamic", granularity, symmetric)
+                    scheme = Scheme(
+                        site, int(bits), "dynamic", granularity, symmetric, newest=int(newest or 0)
+                    )
                 except UsageError as error:
                     raise UsageError(f"{letter}{bits} in {name!r}: {error}") from None
                 found.append(scheme)
@@ -59,21 +62,30 @@ def schemes(name: str) -> tuple[Scheme, ...]:
 
 
 def name_of(chosen: Iterable[Scheme]) -> str:
-    """A short name of some schemes, by site, bits and groups; `fp` for none.
+    """A short name of some schemes, by site, bits, groups and newest tokens; `fp` for none.
 
-    It is for people: range, granularity but for groups, symmetry and layers are not in it.
+    It is for people: range, granularity but for groups, symmetry, layers and heads are not in it.
+    Several schemes of a site, for layers of their own, are told by their fewest and most bits.
     """
-    bits = {scheme.site: scheme for scheme in chosen if scheme.quantizes}
+    bits: dict[str, Scheme] = {}
+    widths: dict[str, set[int]] = {}
+    for one in chosen:
+        if one.quantizes:
+            bits[one.site] = one
+            widths.setdefault(one.site, set()).add(one.bits)
     parts = []
     pair = bits.get("keys"), bits.get("values")
     joined = pair[0] is not None and pair[1] is not None and _alike(*pair)  # type: ignore[arg-type]
+    joined = joined and widths["keys"] == widths["values"]
     for letter, (sites, _, _) in SHORT.items():
         if (letter == "KV") != joined and letter in ("KV", "K", "V"):
             continue
         scheme = bits.get(sites[0])
         if scheme is not None:
             group = "" if scheme.group is None else f"g{scheme.group}"
-            parts.append(f"{letter}{scheme.bits}{group}")
+            newest = f"r{scheme.newest}" if scheme.newest else ""
+            told = "-".join(map(str, sorted({min(widths[sites[0]]), max(widths[sites[0]])})))
+            parts.append(f"{letter}{told}{group}{newest}")
     if "weights" in bits and "linear_inputs" in bits:
         parts[:2] = ["".join(parts[:2])]
     elif "weights" in bits:
@@ -82,6 +94,5 @@ def name_of(chosen: Iterable[Scheme]) -> str:
 
 
 def _alike(keys: Scheme, values: Scheme) -> bool:
-    return (keys.bits, keys.granularity, keys.symmetric, keys.range) == (
-        values.bits, values.granularity, values.symmetric, values.range
-    )  # fmt: skip
+    names = ("bits", "granularity", "symmetric", "range", "newest")
+    return all(getattr(keys, name) == getattr(values, name) for name in names)

@@ -22,8 +22,10 @@ class Softmax:
         scale, visible, softcap, bias: as in `quantdiff.statistics.measure_logits`.
         grid: of each sequence and head, of shape (B or 1, H, 1, 1), or one a row; None where
             logits are not quantized.
+        heads: whose logits are rounded, (H,) bool; None for all.
         clips: whether the grid may end before the logits do.
         maps: how the weights are rounded after it, or None.
+        map_heads: whose weights are rounded, (H,) bool; None for all.
         clipped: (H,), to which the number of clipped logits of each head is added; or None.
     """
 
@@ -35,3 +37,5 @@ class Softmax:
     clips: bool = True
     maps: Scheme | None = None
     clipped: NDArray[np.int64] | None = None
+    heads: Tensor | None = None
+    map_heads: Tensor | None = None

@@ -13,7 +13,11 @@ class Table(Protocol):
     """Static ranges, from a calibration; `quantdiff.CalibrationTable` is one."""
 
     def range(self, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Least and largest value of each head of a site, (H,) fp32 each."""
+        """Least and largest value of a site, fp32.
+
+        Of attention logits, keys and values (H,) each, a head each, or (H, C) for the granularity
+        `channel`; of linear inputs and hidden states (1,) each.
+        """
 
     def check_model(self, sites: dict[str, tuple[int, int]]) -> None:
         """Refuse a model whose sites, by name with layer and heads, are others."""

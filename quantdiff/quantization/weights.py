@@ -13,8 +13,9 @@ from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.linear_inputs import chosen_linears
 from quantdiff.quantization.rounding import in_groups, rounded
 from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.table import Table
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "by_output", "weight_modules"]
 
 
 class Weights:
@@ -22,18 +23,12 @@ class Weights:
 
     A range goes over a matrix (`tensor`), an output channel (`channel`) or some neighbouring
     inputs of an output channel (`group:128`). The gradient that a parameter gets within is
-    straight-through, but an optimizer's step there is lost.
+    straight-through, but an optimizer's step there is lost. Weights need no `table`.
     """
 
-    def __init__(self, found: Found, runs: Runs, schemes: Schemes) -> None:
-        self._modules = chosen_linears(found, schemes, "weights")
+    def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
+        self._modules = weight_modules(found, schemes)
         self._kept: dict[nn.Parameter, Tensor] = {}
-        for name, (module, scheme) in self._modules.items():
-            weight: Any = module.weight
-            if not weight.is_floating_point() or weight.dim() != 2:
-                raise QuantizationError(f"the weights of {name} are quantized already")
-            if scheme.group is not None:
-                in_groups(_by_output(module, weight), scheme.group, name, scheme.site)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -42,9 +37,9 @@ class Weights:
             for name, (module, scheme) in self._modules.items():
                 weight: Any = module.weight
                 if weight not in self._kept:  # modules may share one
-                    found = _rounded(name, _by_output(module, weight.data), scheme)
+                    found = _rounded(name, by_output(module, weight.data), scheme)
                     self._kept[weight] = weight.data
-                    weight.data = _by_output(module, found).contiguous()
+                    weight.data = by_output(module, found).contiguous()
         except BaseException:
             self.end()
             raise
@@ -59,6 +54,22 @@ class Weights:
         """Weights are there, whatever runs."""
 
 
+def weight_modules(found: Found, schemes: Schemes) -> dict[str, tuple[nn.Module, Scheme]]:
+    """The linear modules whose weights are rounded, by name, with their scheme.
+
+    Raises:
+        QuantizationError: weights that are quantized already, or a group that does not divide them.
+    """
+    modules = chosen_linears(found, schemes, "weights")
+    for name, (module, scheme) in modules.items():
+        weight: Any = module.weight
+        if not weight.is_floating_point() or weight.dim() != 2:
+            raise QuantizationError(f"the weights of {name} are quantized already")
+        if scheme.group is not None:
+            in_groups(by_output(module, weight), scheme.group, name, scheme.site)
+    return modules
+
+
 def _rounded(name: str, weight: Tensor, scheme: Scheme) -> Tensor:
     """weight: (out, in)."""
     if scheme.group is not None:
@@ -68,6 +79,6 @@ def _rounded(name: str, weight: Tensor, scheme: Scheme) -> Tensor:
     return rounded(weight, over, scheme, name)
 
 
-def _by_output(module: nn.Module, weight: Tensor) -> Tensor:
+def by_output(module: nn.Module, weight: Tensor) -> Tensor:
     """As (out, in), or back: transformers' Conv1D holds (in, out)."""
     return weight if isinstance(module, nn.Linear) else weight.T

@@ -44,6 +44,34 @@ def test_static_ranges_are_those_of_the_table(save, family):
     assert torch.equal(last_logits(loaded, ids), sidecar.logits[QUANTIZED_LOGITS])
 
 
+def test_static_ranges_of_every_site(save):
+    sites = ("linear_inputs", "keys", "values", "hidden_states")
+    batches = [{"input_ids": tiny_ids(2, 24, seed=seed)} for seed in range(3)]
+    model = tiny_llama()
+    table = quantdiff.calibrate(model, batches, sites=sites)
+    schemes = [
+        quantdiff.Scheme("linear_inputs", 8, "percentile:99.9"),
+        quantdiff.Scheme("keys", 8, "absmax", "channel", symmetric=False),
+        quantdiff.Scheme("values", 8, "mse", layers=(1,)),
+        quantdiff.Scheme("hidden_states", 8, "absmax"),
+        STATIC,
+    ]
+    for format_ in ("bf16", "ct-w8a8"):
+        folder = save(model, format_, name=format_, schemes=schemes, table=table)
+        sidecar = read_sidecar(folder)
+        for scheme in schemes:
+            kinds = table.more[scheme.site].sites if scheme.site in sites else table.sites
+            for site in kinds:
+                if scheme.layers is None or site.layer in scheme.layers:
+                    ends = (t.range(scheme, site.name) for t in (sidecar.table, table))
+                    assert np.array_equal(*map(np.stack, ends))
+        assert sidecar.content["causal"] is True
+        loaded, _ = quantdiff.load(folder, device="cpu")
+        ids = sidecar.content["passage"]["ids"]
+        assert torch.equal(last_logits(loaded, ids), sidecar.logits[QUANTIZED_LOGITS])
+        assert not torch.equal(sidecar.logits["logits"], sidecar.logits[QUANTIZED_LOGITS])
+
+
 def test_schemes_of_other_sites_and_of_some_layers(save):
     schemes = [
         quantdiff.Scheme("attention_logits", 4, layers=(1,)),

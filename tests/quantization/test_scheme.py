@@ -35,7 +35,7 @@ LOGITS = "attention_logits"
         (("weights", 4, "dynamic", "group"), "a group has a size, as in group:64"),
         (("weights", 4, "dynamic", "group:0"), "a group has a size, as in group:64"),
         (("keys", 4, "dynamic", "token:4"), "the granularity token takes no size"),
-        (("values", 8, "mse"), "calibrations hold no ranges of values"),
+        (("weights", 8, "mse"), "calibrations hold no ranges of weights"),
     ],
 )
 def test_what_does_not_go_is_one_sentence(given, words):

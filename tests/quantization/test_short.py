@@ -1,5 +1,7 @@
 """Short names of schemes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,10 @@ EXPECTED = {
     "W4g64A16+KV4+L6": [
         Scheme("weights", 4, granularity="group:64"), *kv(4), Scheme("attention_logits", 6)
     ],
+    "KV4r128": [replace(scheme, newest=128) for scheme in kv(4)],
+    "K2g32r64+V4": [
+        replace(scheme, newest=64) for scheme in kv(2, "group:32", ["keys"])
+    ] + kv(4, sites=["values"]),
     "K4+V2": [*kv(4, sites=["keys"]), *kv(2, sites=["values"])],
     "P8+H8": [
         Scheme("attention_maps", 8, symmetric=False),
@@ -55,6 +61,8 @@ def test_what_stands_behind_a_name(name):
         ("KV4+K8", "'KV4\\+K8' names keys twice"),
         ("L4g8", "L4 in 'L4g8': granularity of attention_logits is one of"),
         ("W4g0", "a group has a size"),
+        ("W4r8", "W4 in 'W4r8': weights keep no newest tokens"),
+        ("KV4r", "unknown short name"),
     ],
 )
 def test_what_is_none(name, words):
@@ -63,7 +71,13 @@ def test_what_is_none(name, words):
     assert "\n" not in str(error.value)
 
 
-@given(st.text(alphabet="WAKVLPHg+0248 6x", max_size=12))
+def test_layers_of_other_widths():
+    mixed = [replace(W8, layers=(0, 2)), replace(W4, layers=(1,)), A8]
+    assert name_of(mixed) == "W4-8A8"
+    assert name_of([*mixed[:2]]) == "W4-8A16"
+
+
+@given(st.text(alphabet="WAKVLPHgr+0248 6x", max_size=12))
 def test_a_name_is_understood_or_refused(name):
     try:
         found = schemes(name)

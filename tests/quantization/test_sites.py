@@ -3,19 +3,23 @@
 import dataclasses
 import itertools
 import threading
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize
 from quantdiff.attention import layout
+from quantdiff.errors import LeftAloneWarning
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
 from tests.quantization.test_fake_quantize import MODELS, SITE, Fixed, batch, grid_of
 from tests.standins import CAUSAL, IDS, D, DiffAttention, MotifAttention, make
+from tests.tiny import SETTINGS, VOCABULARY, build
 
 KV = ("token", "head", "channel", "group:4")
 
@@ -385,6 +389,25 @@ LAYERED = [
     Scheme(SITE, 3), Scheme("keys", 3), Scheme("attention_maps", 3), Scheme("linear_inputs", 3),
     Scheme("hidden_states", 3), Scheme("weights", 3),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("site", ["weights", "linear_inputs"])
+class TestWeightsThatAreLeftAlone:
+    def test_packed_experts_are_named(self, site):
+        config = MixtralConfig(**SETTINGS, num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+        model = build(MixtralForCausalLM, config)
+        for layers, first in ((None, 0), ((1,), 1)):
+            words = rf"layers\.{first}\.mlp\.experts\.\S+, \(4, .* no linear module: {site} of it"
+            with pytest.warns(LeftAloneWarning, match=words) as seen:
+                fake_quantize(model, Scheme(site, 4, layers=layers))
+            assert len(seen) == 1
+
+    def test_nothing_is_said_of_other_models(self, site):
+        config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)
+        for model in (build(GPT2LMHeadModel, config), *(kind() for kind in MODELS.values())):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", LeftAloneWarning)
+                fake_quantize(model, Scheme(site, 4))
 
 
 def of_layers(scheme, layers, bits=None):

@@ -1,0 +1,48 @@
+"""Whether attention computes what is supposed, tried out before it is quantized."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantdiff.errors import QuantizationError
+from quantdiff.hooks.logits import Logits, as_multiplied
+from quantdiff.quantization.attention import attend
+from quantdiff.quantization.softmax import Softmax
+
+__all__ = ["check_familiar"]
+
+_CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> None:
+    """Refuse a module whose output is not that of the blocks without a grid.
+
+    Args:
+        name: of the module.
+        output: its own, (B, N, H, w), or a tuple that begins with it.
+        logits: of the call.
+        value: (B, G, M, w).
+
+    Raises:
+        QuantizationError: something between q·kᵀ and the values is not known.
+    """
+    theirs = (output[0] if isinstance(output, tuple) else output).detach().transpose(1, 2)
+    with torch.no_grad():
+        plain = Softmax(logits.scale, logits.visible, logits.softcap, logits.bias)
+        query, key = as_multiplied(logits.query, logits.key)
+        ours = attend(query, key, value, plain, logits.sinks)
+    if theirs.shape != ours.shape:
+        raise QuantizationError(
+            f"the attention of {name} gives {tuple(theirs.shape)} where {tuple(ours.shape)} is "
+            "known"
+        )
+    real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
+    gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
+    size = torch.where(real, theirs.float().abs(), 0.0).max()
+    # A NaN passes here: it is refused where it is quantized, in other words.
+    if float(gap) > _CLOSE.get(logits.query.dtype, 5e-2) * (1e-3 + float(size)):
+        raise QuantizationError(
+            f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
+            "the values; something in between is not known to quantdiff"
+        )

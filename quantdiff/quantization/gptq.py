@@ -1,0 +1,249 @@
+"""GPTQ: weights rounded column by column, each undoing what the ones before did to the output.
+
+Frantar et al., arXiv 2210.17323. Written here and not taken from a library, so that the grids are
+those of the site `weights`, of any width and group, and the two ways of rounding differ in nothing
+but the rounding; it needs no GPU. The checkpoint formats `gptq-4bit` and `gptq-8bit` are another
+matter: their grids are those of the kernels that read them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantdiff.errors import QuantizationError, UsageError
+from quantdiff.hooks.found import Found
+from quantdiff.hooks.layers import layer_of
+from quantdiff.quantization.chosen import Schemes
+from quantdiff.quantization.grid import Grid, NoGridError
+from quantdiff.quantization.layerwise import Layerwise
+from quantdiff.quantization.quantizer import refuse_quantized
+from quantdiff.quantization.rounding import in_groups
+from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.weights import by_output, weight_modules
+from quantdiff.statistics.precision import true_fp32
+
+__all__ = ["gptq_rounded", "gptq_weight"]
+
+DAMPING = 0.01  # of the mean of the Hessian's diagonal, as in the paper
+_BLOCK = 128  # columns after which the error goes to all that are left
+
+
+@contextmanager
+def gptq_rounded(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *schemes: Scheme,
+    act_order: bool = False,
+) -> Iterator[None]:
+    """A model with GPTQ's weights for the time of a context.
+
+    Layer by layer: the inputs of a layer's linear modules are those that the rounded layers before
+    it give. What else is quantized is quantized within, by `fake_quantize` without a scheme for
+    `weights`.
+
+    Args:
+        model: any whose weights `fake_quantize` rounds.
+        batches: what the model takes, on its device; padding does not count.
+        schemes: for `weights`: one, or several for different layers.
+        act_order: take the columns with the largest inputs first, and not in their order.
+
+    Raises:
+        UsageError: a scheme of another site, two for a layer, a layer that is not there, or no
+            batches.
+        QuantizationError: inputs that are not finite, or whose padding cannot be told, a group that
+            does not divide them, a model that cannot be run layer by layer, or that is quantized
+            already.
+    """
+    for scheme in schemes:
+        if scheme.site != "weights":
+            raise UsageError(f"GPTQ rounds weights, and the scheme is for {scheme.site}")
+    refuse_quantized(model)
+    work = list(batches)
+    if not work:
+        raise UsageError("GPTQ needs a batch of text to see what goes into the linear modules")
+    found, chosen = Found(model, None), Schemes(schemes)
+    chosen.check_layers(len(found.layers))
+    modules = weight_modules(found, chosen) if chosen else {}
+    kept: dict[nn.Parameter, Tensor] = {}
+    try:
+        if modules:
+            with torch.no_grad():
+                _round_layers(model, found, modules, work, kept, act_order=act_order)
+        yield
+    finally:
+        for weight, data in kept.items():
+            weight.data = data
+
+
+def _round_layers(
+    model: nn.Module,
+    found: Found,
+    modules: dict[str, tuple[nn.Module, Scheme]],
+    work: list[Mapping[str, Any]],
+    kept: dict[nn.Parameter, Tensor],
+    *,
+    act_order: bool,
+) -> None:
+    """Round the weights of all layers; what they were is put into `kept`."""
+    last = max(layer_of(name, found.layers) or 0 for name in modules)
+    steps = Layerwise(model, [layer for _, layer in found.layers], work)
+    for number in range(last + 1):
+        own = {n: m for n, m in modules.items() if layer_of(n, found.layers) == number}
+        if own:
+            hessians = _hessians({n: module for n, (module, _) in own.items()}, steps)
+            for name, (module, scheme) in own.items():
+                weight: Any = module.weight
+                if weight in kept:  # modules may share one
+                    continue
+                plain = by_output(module, weight.data)
+                rounded = gptq_weight(plain, hessians[name], scheme, name, act_order=act_order)
+                kept[weight] = weight.data
+                weight.data = by_output(module, rounded).contiguous()
+        if number < last:
+            steps.advance()
+
+
+def _hessians(modules: dict[str, nn.Module], steps: Layerwise) -> dict[str, Tensor]:
+    """2·Xᵀ·X over the real tokens of each module's inputs, (in, in) fp64."""
+    sums: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Any:
+        def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))  # torch: input, others: x
+            rows = _real_rows(given.float(), steps.real, name)
+            with true_fp32():
+                more = (2 * rows.T @ rows).double()
+            sums[name] = sums[name] + more if name in sums else more
+
+        return see
+
+    handles = [
+        module.register_forward_pre_hook(hook(name), with_kwargs=True)
+        for name, module in modules.items()
+    ]
+    try:
+        steps.look()
+    finally:
+        for handle in handles:
+            handle.remove()
+    empty = {n: by_output(m, m.weight).shape[1] for n, m in modules.items() if n not in sums}
+    return sums | {n: torch.zeros(width, width).double() for n, width in empty.items()}
+
+
+def _real_rows(x: Tensor, real: Tensor | None, name: str) -> Tensor:
+    """The inputs of real tokens, (tokens, in).
+
+    Args:
+        x: (B, N, in), or (B·N, in); without padding any tokens, those of an expert for example.
+        real: (B, N) bool, or None for all.
+        name: of the module.
+
+    Raises:
+        QuantizationError: some are padding, and which cannot be told.
+    """
+    if real is None or bool(real.all()):
+        return x.flatten(0, -2)
+    if x.shape[:-1] not in (real.shape, (real.numel(),)):
+        raise QuantizationError(
+            f"the inputs of {name}, {tuple(x.shape)}, are not the tokens of the batch, so that its "
+            "padding cannot be told; give GPTQ batches without padding"
+        )
+    return x.flatten(0, -2)[real.flatten().to(x.device)]
+
+
+@torch.no_grad()
+def gptq_weight(
+    weight: Tensor, hessian: Tensor, scheme: Scheme, name: str = "", *, act_order: bool = False
+) -> Tensor:
+    """A weight matrix on the grids of a scheme, rounded so that W·X changes little.
+
+    A matrix's and a channel's grid is that of the weights as they are. A group's is made when its
+    first column is reached, of the weights as the errors have changed them by then; with
+    `act_order`, which scatters a group's columns, before anything is rounded.
+
+    Args:
+        weight: (out, in).
+        hessian: 2·X·Xᵀ of its inputs, (in, in) fp64. Where it has no Cholesky factor with 1 % of
+            the mean of its diagonal added there, ten times as much is tried, and so on up to the
+            mean itself. An input that is always zero is rounded to nearest.
+        scheme: for `weights`.
+        name: of the module, for messages.
+        act_order: columns in the order of falling diagonal of the Hessian.
+
+    Returns:
+        (out, in) in the weight's dtype.
+
+    Raises:
+        QuantizationError: NaN or infinity, a Hessian without a Cholesky factor even so, or a group
+            size that does not divide the inputs.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        raise QuantizationError(f"NaN or infinity among the inputs of {name}")
+    precise = torch.promote_types(weight.dtype, torch.float32)  # as rounding to nearest divides
+    left = weight.double()  # (out, in), what is to be rounded, with the errors so far
+    size, count = scheme.group, left.shape[1]
+    in_groups(left, size or count, name, scheme.site)
+    order = torch.arange(count, device=left.device)
+    if act_order:
+        order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = _factor(hessian[order][:, order], name)
+    left = left[:, order]
+    known: dict[int, Grid] = {}  # by group
+    if size is None:
+        whole = weight.amin((0, 1), keepdim=True), weight.amax((0, 1), keepdim=True)
+        rows = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        known[0] = _grid(*(whole if scheme.granularity == "tensor" else rows), scheme, name)
+    elif act_order:
+        for g, part in enumerate(weight.split(size, 1)):
+            known[g] = _grid(part.amin(1, keepdim=True), part.amax(1, keepdim=True), scheme, name)
+    # Blocks begin with a group, whose weights have all errors so far then.
+    step = _BLOCK if size is None else size * max(_BLOCK // size, 1)
+    groups = (order // (size or count)).tolist()
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        block, errors = left[:, first:last], torch.zeros_like(left[:, first:last])
+        part = factor[first:last, first:last]
+        for i in range(last - first):
+            g = groups[first + i]
+            if g not in known:
+                assert size is not None
+                own = block[:, i : i + size]
+                known[g] = _grid(own.amin(1, keepdim=True), own.amax(1, keepdim=True), scheme, name)
+            column = block[:, i : i + 1]
+            found = known[g].quantize(column.to(precise)).double()  # (out, 1)
+            errors[:, i : i + 1] = (column - found) / part[i, i]
+            block[:, i + 1 :] -= errors[:, i : i + 1] * part[i, i + 1 :]
+            block[:, i : i + 1] = found
+        left[:, last:] -= errors @ factor[first:last, last:]
+    return left[:, order.argsort()].to(weight.dtype)
+
+
+def _factor(hessian: Tensor, name: str) -> Tensor:
+    """The upper Cholesky factor of the damped Hessian's inverse, (in, in) fp64."""
+    diagonal = hessian.diagonal()
+    seen = diagonal > 0
+    mean = diagonal[seen].mean() if bool(seen.any()) else torch.ones_like(diagonal[0])
+    solid = hessian + torch.diag(torch.where(seen, 0.0, mean))
+    damping = DAMPING
+    while damping <= 1:
+        damped = solid + damping * mean * torch.eye(len(solid), device=solid.device).double()
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not bool(failed):
+                return upper
+        damping *= 10
+    raise QuantizationError(
+        f"the inputs of {name} leave GPTQ no Cholesky factor, however much it is damped; calibrate "
+        "on more text"
+    )
+
+
+def _grid(least: Tensor, most: Tensor, scheme: Scheme, name: str) -> Grid:
+    try:
+        return Grid.of(least, most, scheme.bits, scheme.symmetric)
+    except NoGridError:
+        raise QuantizationError(f"NaN or infinity among the weights of {name}") from None

@@ -1,0 +1,54 @@
+"""Rounding of a block of logits or weights, (H, n, m), in place."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from quantdiff.quantization.grid import Grid
+
+__all__ = ["beyond", "may_clip", "of_heads", "rounded", "row_extremes"]
+
+
+def rounded(s: Tensor, grid: Grid, clips: bool) -> Tensor:
+    """`grid.quantize` in place."""
+    symmetric = grid.low < 0
+    s.div_(grid.step).round_()
+    if not symmetric:
+        s.add_(grid.zero)
+    if may_clip(grid, clips):
+        s.clamp_(grid.low, grid.high)
+    if not symmetric:
+        s.sub_(grid.zero)
+    return s.mul_(grid.step)
+
+
+def of_heads(x: Tensor, heads: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Change x, (H, …), in place, in some heads."""
+    if heads is None:
+        return change(x)
+    others = x[~heads]
+    x = change(x)
+    x[~heads] = others
+    return x
+
+
+def beyond(s: Tensor, grid: Grid, heads: Tensor | None) -> Tensor:
+    """Where `grid.clipped` says so, in some heads."""
+    outside = grid.clipped(s)
+    return outside if heads is None else outside & heads[:, None, None]
+
+
+def may_clip(grid: Grid, clips: bool) -> bool:
+    """An asymmetric zero point is rounded, so that an end may stick out by one."""
+    return clips or grid.low == 0
+
+
+def row_extremes(s: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ends of a range that holds zero and the visible logits of each row, (H, n, 1).
+
+    Every grid holds zero, so that what is not visible may be set to it, in place.
+    """
+    if seen is not None:
+        s.masked_fill_(~seen, 0.0)
+    least, most = s.aminmax(dim=-1, keepdim=True)
+    return least, most

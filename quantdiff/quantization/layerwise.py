@@ -1,0 +1,90 @@
+"""A model run one layer at a time, so that a layer can be changed before the next one sees it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantdiff.errors import QuantizationError
+from quantdiff.hooks.entrance import padding_of
+
+__all__ = ["Layerwise"]
+
+
+class _Reached(Exception):  # noqa: N818  (no error: the rest of the pass is not wanted)
+    """The layer that was wanted has run."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+class Layerwise:
+    """Runs one layer after the other over some batches.
+
+    The model's own forward prepares each layer's call, masks and rotary embeddings included; the
+    layers before the wanted one give what they gave when it was their turn, and the pass ends
+    behind it.
+
+    Attributes:
+        real: which tokens of the batch under way are real, (B, N) bool; None for all.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], work: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._model, self._layers, self._work = model, layers, work
+        self._at = 0
+        self._outputs: list[Any] = [None] * len(work)  # of the layer before, a batch each
+        self.real: Tensor | None = None
+
+    def look(self) -> None:
+        """Run the layer at hand, the first one at the start, over all batches.
+
+        Raises:
+            QuantizationError: it does not run in a pass of the model.
+        """
+        for batch, before in zip(self._work, self._outputs, strict=True):
+            self._output(batch, before)
+
+    def advance(self) -> None:
+        """Run the layer at hand, as it is now, and go on to the next; raises what `look` does."""
+        pairs = zip(self._work, self._outputs, strict=True)
+        self._outputs = [self._output(batch, before) for batch, before in pairs]
+        self._at += 1
+
+    def _output(self, batch: Mapping[str, Any], before: Any) -> Any:
+        mask = padding_of(dict(batch))
+        self.real = None if mask is None else mask.bool()
+        with self._standing_in(before):
+            try:
+                self._model(**batch)
+            except _Reached as reached:
+                return reached.output
+        raise QuantizationError(
+            f"layer {self._at} of {type(self._model).__name__} did not run when the model was run "
+            "layer by layer"
+        )
+
+    @contextmanager
+    def _standing_in(self, before: Any) -> Iterator[None]:
+        """The layers before give `before`, and the one at hand ends the pass."""
+        wanted = self._layers[self._at]
+        real = wanted.forward
+
+        def last(*args: Any, **kwargs: Any) -> Any:
+            raise _Reached(real(*args, **kwargs))
+
+        changed = [*self._layers[: self._at], wanted]
+        own = [vars(layer).get("forward") for layer in changed]
+        try:
+            for layer in changed[:-1]:
+                layer.forward = lambda *_, **__: before
+            wanted.forward = last
+            yield
+        finally:
+            for layer, forward in zip(changed, own, strict=True):
+                if forward is None:
+                    vars(layer).pop("forward", None)
+                else:
+                    layer.forward = forward
