@@ -43,8 +43,8 @@ def measuring(
 
     Returns:
         A function of the quantized copy, which gives `perplexity`, `kl` (from the source, nats a
-        token), `agreement` (share of top-1 tokens), `source` (its perplexity) and `data`; and the
-        tokens it will tell `progress` of.
+        token), `agreement` (share of top-1 tokens), `source` (its perplexity), `data` and their
+        `fingerprint`; and the tokens it will tell `progress` of.
 
     Raises:
         UsageError: the text does not fit the model, or the ranges were calibrated on it.
@@ -69,6 +69,7 @@ def measuring(
         return {
             "data": f"{windows.tokens:,} tokens of {windows.source} in windows of "
             f"{windows.seq_len:,}",
+            "fingerprint": windows.fingerprint,
             "source": {"perplexity": before.metrics[0].value},
             "perplexity": found["perplexity"],
             "kl": found["kl"],

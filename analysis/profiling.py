@@ -53,6 +53,7 @@ def profile_text(
     layout: str | None = None,
     maps: bool = False,
     spans: Sequence[tuple[int, int]] = (),
+    sites: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Profile:
@@ -62,7 +63,7 @@ def profile_text(
         model: any model that `quantdiff.record` takes.
         windows: the text as tokens.
         batch_size: windows in one forward pass; changes nothing in the result.
-        top_k, detail, layout, maps, spans: as in `quantdiff.record`.
+        top_k, detail, layout, maps, spans, sites: as in `quantdiff.record`.
         progress: told the number of tokens after each pass.
         stop: asked after each pass; True ends the recording, which is then marked partial.
 
@@ -75,7 +76,7 @@ def profile_text(
     device, options = model_device(model), forward_options(model)
     partial = False
     with record(
-        model, top_k=top_k, detail=detail, layout=layout, maps=maps, spans=spans
+        model, top_k=top_k, detail=detail, layout=layout, maps=maps, spans=spans, sites=sites
     ) as recorder:
         left = windows.tokens
         for batch in windows.batches(batch_size, pad_token_id=0):

@@ -1,9 +1,9 @@
-"""Which layers suffer most from quantization, and how bits are best shared out among them."""
+"""Which layers or heads suffer most from quantization, and how bits are best shared out."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -13,48 +13,117 @@ from quantdiff.quantization import Scheme
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Allocation", "Sensitivity", "measure_sensitivity", "share_out"]
+    from quantdiff.analysis.sweep import SweepResults
+
+__all__ = ["Allocation", "Place", "Sensitivity", "measure_sensitivity", "share_out"]
 
 # What a set of schemes costs: a number, 0 without quantization, larger for worse.
 Cost = Callable[[Sequence[Scheme]], float]
+# A layer, or a head: its layer, and its number there. All of one measurement are of one kind.
+Place: TypeAlias = int | tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What it costs to quantize one layer at a time.
+    """What it costs to quantize one layer, or one head, at a time.
 
     Attributes:
-        scheme: for which; its bits and layers are varied.
-        costs: layer -> bits -> cost.
+        template: the schemes that are used together; their bits, layers and heads are varied.
+        costs: layer, or (layer, head) -> bits -> cost.
+        model: its name, if it has one.
+        evaluation, metric: of which the costs are; they are how much worse it gets.
     """
 
-    scheme: Scheme
-    costs: Mapping[int, Mapping[int, float]]
+    template: tuple[Scheme, ...]
+    costs: Mapping[Place, Mapping[int, float]]
+    model: str = ""
+    evaluation: str = ""
+    metric: str = ""
 
-    def ranking(self, bits: int) -> list[int]:
-        """Layers, the most sensitive first; the lower number first where they cost the same."""
-        return sorted(self.costs, key=lambda layer: (-self.costs[layer][bits], layer))
+    @classmethod
+    def of(
+        cls,
+        results: "SweepResults",
+        *,
+        model: str | None = None,
+        site: str | None = None,
+        each: str | None = None,
+        evaluation: str | None = None,
+        metric: str | None = None,
+    ) -> "Sensitivity":
+        """What a sweep layer by layer, or head by head, has found.
 
-    def correlation(self, other: "Sensitivity", bits: int) -> float:
-        """Spearman's rank correlation of the costs of the same layers in another measurement.
+        Args:
+            results: of `sweep(…, each="layer")` or `each="head"`.
+            model: name of the one; by default the only one.
+            site: as in `results.jsonl`, such as `weights` or `keys+values`; by default the only.
+            each: `layer` or `head`; by default what there is.
+            evaluation, metric: whose numbers are the costs: how much worse they are than those of
+                the model as it is. By default the KL divergence, or else the mean negative
+                log-likelihood.
 
         Raises:
-            UsageError: other layers, or fewer than two.
+            UsageError: there is none, or more than one, or a cell of it failed or is missing.
+        """
+        from quantdiff.analysis.sweep.sensitivities import chosen_sensitivity
+
+        return chosen_sensitivity(results, model, site, each, evaluation, metric)
+
+    @property
+    def cost(self) -> str:
+        """What the cost is, in words."""
+        if not self.metric:
+            return "cost"
+        worse = "" if self.metric == "kl" else ", worse by"
+        return f"{self.metric}{worse} ({self.evaluation})"
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether heads were tried, and not layers."""
+        return any(isinstance(place, tuple) for place in self.costs)
+
+    @property
+    def bits(self) -> list[int]:
+        """The widths that were tried in all places, the most bits first."""
+        known = [set(by) for by in self.costs.values()]
+        return sorted(set.intersection(*known), reverse=True) if known else []
+
+    def ranking(self, bits: int) -> list[Place]:
+        """Places, the most sensitive first; the lower number first where they cost the same."""
+        places = sorted(self.costs)  # type: ignore[type-var]
+        return sorted(places, key=lambda place: -self.costs[place][bits])
+
+    def correlation(self, other: "Sensitivity", bits: int) -> float:
+        """Spearman's rank correlation of the costs of the same places in another measurement.
+
+        Raises:
+            UsageError: other layers or heads, or fewer than two.
         """
         if set(self.costs) != set(other.costs) or len(self.costs) < 2:
-            raise UsageError("a rank correlation needs the same layers in both, two at least")
+            raise UsageError(
+                "a rank correlation needs the same layers, or heads, in both, two at least"
+            )
         ranks = [
-            _ranks([measured.costs[layer][bits] for layer in sorted(self.costs)])
+            _ranks([measured.costs[place][bits] for place in self.costs])
             for measured in (self, other)
         ]
         return float(np.corrcoef(np.array(ranks))[0, 1])
 
     def frame(self) -> "pd.DataFrame":
-        """One row a layer and width: layer, bits, cost."""
+        """One row a place and width: layer, head (where heads were tried), bits, cost."""
         import pandas as pd
 
-        rows = [(layer, b, c) for layer, by in self.costs.items() for b, c in by.items()]
-        return pd.DataFrame(rows, columns=["layer", "bits", "cost"])
+        rows = [
+            (*(place if isinstance(place, tuple) else (place,)), b, c)
+            for place, by in self.costs.items()
+            for b, c in by.items()
+        ]
+        names = ["layer", "head"] if self.of_heads else ["layer"]
+        return pd.DataFrame(rows, columns=[*names, "bits", "cost"])
+
+    def uniform(self, bits: int) -> list[Scheme]:
+        """The schemes at some bits, in all layers and heads."""
+        return [dataclasses.replace(scheme, bits=bits) for scheme in self.template]
 
 
 @dataclass(frozen=True)
@@ -62,12 +131,12 @@ class Allocation:
     """Bits of every layer.
 
     Attributes:
-        scheme: for which.
+        template: the schemes that are used together.
         bits: layer -> bits.
         expected: the sum of the layers' costs.
     """
 
-    scheme: Scheme
+    template: tuple[Scheme, ...]
     bits: Mapping[int, int]
     expected: float
 
@@ -77,18 +146,20 @@ class Allocation:
         return float(np.mean(list(self.bits.values())))
 
     def schemes(self) -> list[Scheme]:
-        """One scheme a width, for the layers that have it."""
-        return [
-            dataclasses.replace(
-                self.scheme, bits=b, layers=tuple(n for n, own in self.bits.items() if own == b)
-            )
-            for b in sorted(set(self.bits.values()))
-        ]
+        """One scheme a site and width, for the layers that have it; for all where all have one."""
+        found = []
+        for width in sorted(set(self.bits.values())):
+            layers = tuple(n for n, own in self.bits.items() if own == width)
+            some = None if len(layers) == len(self.bits) else layers
+            found += [
+                dataclasses.replace(scheme, bits=width, layers=some) for scheme in self.template
+            ]
+        return found
 
 
 def measure_sensitivity(
     cost: Cost,
-    scheme: Scheme,
+    schemes: Scheme | Iterable[Scheme],
     layers: int,
     bits: Sequence[int],
     *,
@@ -98,18 +169,19 @@ def measure_sensitivity(
 
     Args:
         cost: measures schemes, for example the divergence from the unquantized model.
-        scheme: whose bits and layers are varied.
+        schemes: one, or several that are used together, whose bits and layers are varied.
         layers: how many the model has.
         bits: widths.
         progress: told the number of measurements done since the last call.
     """
-    costs: dict[int, dict[int, float]] = {}
+    template = (schemes,) if isinstance(schemes, Scheme) else tuple(schemes)
+    costs: dict[Place, dict[int, float]] = {}
     for layer in range(layers):
         for width in bits:
-            one = dataclasses.replace(scheme, bits=width, layers=(layer,))
-            costs.setdefault(layer, {})[width] = cost([one])
+            one = [dataclasses.replace(s, bits=width, layers=(layer,)) for s in template]
+            costs.setdefault(layer, {})[width] = cost(one)
             progress(1)
-    return Sensitivity(scheme, costs)
+    return Sensitivity(template, costs)
 
 
 def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
@@ -127,9 +199,11 @@ def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
         fewer, from the most bits down to the best that keeps the budget, which is last.
 
     Raises:
-        UsageError: a budget below the fewest bits that were measured.
+        UsageError: a budget below the fewest bits that were measured, or heads.
     """
-    costs = sensitivity.costs
+    if sensitivity.of_heads:
+        raise UsageError("bits are shared out among layers, and these are the costs of heads")
+    costs = {layer: by for layer, by in sensitivity.costs.items() if isinstance(layer, int)}
     # Total bits of the layers so far -> (cost, bits of each).
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for by in costs.values():
@@ -152,7 +226,7 @@ def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
             f"a budget of {budget} bits is below the fewest that were measured; measure fewer bits"
         )
     return [
-        Allocation(sensitivity.scheme, dict(zip(costs, bits, strict=True)), cost)
+        Allocation(sensitivity.template, dict(zip(costs, bits, strict=True)), cost)
         for _, cost, bits in reversed(curve[within[-1] :])
     ]
 

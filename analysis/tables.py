@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from quantdiff.analysis.channels import channels_tables
 from quantdiff.analysis.maps import maps_table
 from quantdiff.analysis.published import SOURCE, TABLE_5, UNSAID
 from quantdiff.analysis.text import UNKNOWN, literal, number
@@ -50,17 +51,21 @@ def heading(profile: Profile) -> Text:
 
 
 def profile_report(profile: Profile) -> list[Text | Table]:
-    """All that a terminal shows of a profile, in order: heading, table, worst layers, maps."""
+    """All that a terminal shows, in order: heading, table, worst layers, channels, maps."""
     maps = [maps_table(profile)] if profile.maps else []
-    return [heading(profile), profile_table(profile), worst_layers_table(profile), *maps]
+    return [
+        heading(profile), profile_table(profile), worst_layers_table(profile),
+        *channels_tables(profile), *maps,
+    ]  # fmt: skip
 
 
 def profile_table(profile: Profile) -> Table:
     """The largest magnitudes and the median, laid out as the paper's Table 5."""
     table = _table("activation", numbers=[*(f"top-{n}" for n in RANKS), "median"])
-    for kind, word in _WORDS.items():
-        part: Activations = getattr(profile, kind)
-        table.add_row(word, *(number(part.rank(n)) for n in RANKS), number(part.median))
+    parts: dict[str, Activations] = {kind: getattr(profile, kind) for kind in _WORDS}
+    for kind, part in (parts | profile.sites).items():
+        cells = [*(number(part.rank(n)) for n in RANKS), number(part.median)]
+        table.add_row(kind.replace("_", " "), *cells)
     return table
 
 

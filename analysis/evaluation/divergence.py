@@ -105,18 +105,23 @@ class Divergence(Evaluation):
         if self.reference is None:
             raise RuntimeError("a divergence needs prepare() before run()")
         windows = self.windows.windows
-        kl, same, sums, start = [], [], [], 0
+        # Made before: small tensors kept between large ones that go would break up the heap.
+        positions = sum(len(window) - 1 for window in windows)
+        kl = torch.empty(positions, dtype=torch.float64)
+        same = torch.empty(positions, dtype=torch.bool)
+        sums, start = [], 0
         with evaluating(self.forward.model), context():
             for batch in batched(windows, batch_size, len, progress, stop):
                 wanted = self.forward(batch, [scored(window) for window in batch])
                 nll, _ = target_nll(wanted, targets(list(batch)))  # (R,)
                 sums += [float(part.sum()) for part in nll.split([len(w) - 1 for w in batch])]
-                for _, before, now in self.reference.blocks(start, wanted):
-                    kl.append(divergence(before, now).cpu())
-                    same.append((before.argmax(-1) == now.argmax(-1)).cpu())
+                for part, before, now in self.reference.blocks(start, wanted):
+                    place = slice(start + part.start, start + part.start + len(now))
+                    kl[place] = divergence(before, now)
+                    same[place] = before.argmax(-1) == now.argmax(-1)
                 start += len(wanted.rows)
         counts = [len(window) - 1 for window in windows]
-        compared = _compared(torch.cat(kl), torch.cat(same), counts)
+        compared = _compared(kl, same, counts)
         metrics, items = likelihood(sums, windows)
         return Outcome((*compared.metrics, *metrics), compared.items | items)
 

@@ -102,7 +102,7 @@ class Noise(Evaluation):
         recorder: Any = contextlib.nullcontext()
         if isinstance(quantizer, FakeQuantizer):
             scheme = quantizer.schemes.of("attention_logits")
-            if scheme is not None and scheme.layers is None:
+            if scheme is not None and scheme.layers is scheme.heads is None:
                 recorder = NoiseRecorder(self.forward.model, scheme, quantizer.table)
         energies = np.zeros((2, len(self._layers)))
         with evaluating(self.forward.model), quantizer, recorder:

@@ -9,7 +9,16 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from quantdiff.analysis.published import FIGURE_8
-from quantdiff.analysis.style import DOUBLE, SINGLE, Page, model_colors, save_page, set_title, style
+from quantdiff.analysis.style import (
+    DOUBLE,
+    SINGLE,
+    Page,
+    legend_below,
+    model_colors,
+    save_page,
+    set_title,
+    style,
+)
 from quantdiff.analysis.sweep.lines import (
     NO_WAY,
     Line,
@@ -30,8 +39,6 @@ Axes: TypeAlias = Any  # of matplotlib, which has no types here
 
 _ROW = 1.75  # inches of a row of panels
 _AROUND = 0.45  # inches of the title
-_LINE = 0.16  # inches of a line of the legend
-_HANDLE = 0.6  # inches of a line's picture in the legend
 _LETTERS = 14  # to an inch
 _APART = 0.06  # of the step between two widths, so that error bars do not lie on each other
 _SPREAD = 0.36  # of that step at most for all lines together
@@ -53,6 +60,8 @@ def plot_sweep(
     model: str | None = None,
     way: Mapping[str, Any] | None = None,
     published: bool = False,
+    names: Mapping[str, str] | None = None,
+    ax: Axes | None = None,
 ) -> Any:
     """Draw a figure of a sweep; bars are one standard error to either side.
 
@@ -65,31 +74,44 @@ def plot_sweep(
         model: the one; the first by default.
         way: what to draw of `site`, `range`, `granularity` and `symmetric`. Where one way or one
             site is drawn, it is the first that fits.
-        published: whether the paper's accuracies stand beside measured ones, dashed.
+        published: whether the paper's accuracies stand beside measured ones of attention logits,
+            dashed.
+        names: what models are called, by their names in the sweep; by default short ones.
+        ax: draw the first panel here, and not in a new figure.
 
     Returns:
-        A matplotlib Figure (outside of pyplot; notebooks show it, `savefig` writes it).
+        The new matplotlib Figure (outside of pyplot; notebooks show it, `savefig` writes it), or
+        `ax`.
 
     Raises:
         UsageError: an unknown kind or model, or nothing to draw.
     """
     rows = panels(results, kind, evaluation, metric, model, way)
+    called = model_labels(results.models) if names is None else names
+    if ax is not None:
+        panel = rows[0][0]
+        looks = _looks(results, kind, [name for name, _ in panel.curves], called)
+        with style():
+            _draw(ax, panel, looks, _scale(ax, [panel]), published=published)
+            for text in ax.legend().get_texts():
+                text.set_parse_math(False)
+        return ax
     with style():
         columns = max(map(len, rows))
         page = Page(DOUBLE if columns > 1 else SINGLE, _AROUND + _ROW * len(rows))
-        set_title(page, *_title(kind, rows))
+        set_title(page, *_title(kind, rows, called))
         grid = page.subplots(len(rows), columns, squeeze=False)
-        names = list(dict.fromkeys(name for row in rows for p in row for name, _ in p.curves))
-        looks = _looks(results, kind, names)
+        drawn_names = dict.fromkeys(name for row in rows for p in row for name, _ in p.curves)
+        looks = _looks(results, kind, list(drawn_names), called)
         drawn: list[tuple[Axes, Panel]] = []
         for axes, row in zip(grid, rows, strict=True):
             drawn += zip(axes, row, strict=False)
-            for ax in axes[len(row) :]:
-                ax.set_axis_off()
-        for ax, panel in drawn:
-            shared = [(a, p) for a, p in drawn if kind == "ranges" and p.measure == panel.measure]
-            logarithmic = _scale(ax, [p for _, p in shared] or [panel])
-            _draw(ax, panel, looks, logarithmic, published=published)
+            for empty in axes[len(row) :]:
+                empty.set_axis_off()
+        for place, panel in drawn:
+            shared = [p for _, p in drawn if kind == "ranges" and p.measure == panel.measure]
+            logarithmic = _scale(place, shared or [panel])
+            _draw(place, panel, looks, logarithmic, published=published)
         if kind == "ranges":
             _share(drawn)
         _legend(page, grid)
@@ -125,7 +147,7 @@ def save_sweep_figures(
     for number, model in enumerate(results.models, start=1):
         mine = {line.way for line in every if line.model == model and line.way != NO_WAY}
         told = f"-{number}-{slug(model)}" if len(results.models) > 1 else ""
-        if len({way[0] for way in mine}) > 1:
+        if len({(way.site, way.schemes) for way in mine}) > 1:
             figures.append((f"sites{told}", {"kind": "sites", "model": model}))
         for site in sites:
             if len([way for way in mine if way[0] == site]) > 1:
@@ -146,10 +168,12 @@ def has_accuracy(results: SweepResults) -> bool:
     return any(measure.is_accuracy for measure in measures(results))
 
 
-def _title(kind: str, rows: Sequence[Sequence[Panel]]) -> tuple[str, str]:
+def _title(
+    kind: str, rows: Sequence[Sequence[Panel]], called: Mapping[str, str]
+) -> tuple[str, str]:
     drawn = [line for row in rows for panel in row for _, line in panel.curves]
     models = list(dict.fromkeys(line.model for line in drawn))
-    name = literal(model_labels(models)[models[0]]) if len(models) == 1 else f"{len(models)} models"
+    name = literal(called[models[0]]) if len(models) == 1 else f"{len(models)} models"
     way = first_way(drawn)
     if kind != "bits":
         what = f"{way[0]}, range by granularity" if kind == "ranges" else "site by site"
@@ -157,9 +181,11 @@ def _title(kind: str, rows: Sequence[Sequence[Panel]]) -> tuple[str, str]:
     return name, f"{'not quantized' if way == NO_WAY else way_label(way)}\n{_BARS}"
 
 
-def _looks(results: SweepResults, kind: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _looks(
+    results: SweepResults, kind: str, names: Sequence[str], called: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
     """How each line is drawn, by its name; both grids of a range share a colour."""
-    labels = model_labels(results.models) if kind == "bits" else {name: name for name in names}
+    labels = called if kind == "bits" else {name: name for name in names}
     kinds = {name: name if kind == "bits" else name.removesuffix(_DASHED) for name in names}
     colors = model_colors(results.models if kind == "bits" else kinds.values())
     places = list(dict.fromkeys(kinds.values()))
@@ -182,7 +208,9 @@ def _draw(
     *,
     published: bool,
 ) -> None:
-    paper = FIGURE_8 if published and panel.measure.is_accuracy else {}
+    # The paper quantized the logits alone.
+    comparable = first_way([line for _, line in panel.curves]).site in (None, "attention_logits")
+    paper = FIGURE_8 if published and panel.measure.is_accuracy and comparable else {}
     widths = {bits for _, line in panel.curves for bits in line.points}
     widths |= {bits for values in paper.values() for bits in values}
     places = {bits: place for place, bits in enumerate(sorted(widths, reverse=True))}
@@ -253,15 +281,5 @@ def _legend(page: Page, grid: Any) -> None:
     for ax in grid.flat:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    if len(found) < 2:
-        return
-    order = sorted(found, key=lambda label: label in _PUBLISHED.values())
-    width, height = page.get_size_inches()
-    # Columns are as wide as their own entries, at most as wide as the widest.
-    needs = [_HANDLE + len(label) / _LETTERS for label in order]
-    columns = len(order) if sum(needs) < width else max(int(width / max(needs)), 1)
-    page.set_size_inches(width, height + _LINE * math.ceil(len(order) / columns))
-    page.legend(
-        [found[label] for label in order], order, loc="outside lower center", ncols=columns,
-        handlelength=2.6,  # long enough that a dashed line is one
-    )  # fmt: skip
+    if len(found) > 1:
+        legend_below(page, sorted(found.items(), key=lambda entry: entry[0] in _PUBLISHED.values()))

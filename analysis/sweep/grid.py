@@ -1,15 +1,25 @@
 """The grid of a sweep: which schemes are asked for, and which cells they make."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from quantdiff.errors import UsageError
 from quantdiff.quantization import name_of
+from quantdiff.quantization.remedy import NONE, Remedy
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["Cell", "SweepGrid", "Together", "cells_of", "distinct", "make_grid", "short_name"]
+__all__ = [
+    "Cell",
+    "SweepGrid",
+    "Together",
+    "cells_of",
+    "distinct",
+    "make_grid",
+    "short_name",
+    "where",
+]
 
 _LETTERS = {
     "attention_logits": "L", "attention_maps": "P", "keys": "K", "values": "V",
@@ -43,6 +53,7 @@ class Cell:
         schemes: none for the model as it is, which stands for 16 bits.
         data: fingerprint of the evaluation's data.
         calibration: fingerprint of what a static range comes from; None for a dynamic one.
+        remedy: what is done to the model before.
     """
 
     id: str
@@ -51,21 +62,25 @@ class Cell:
     schemes: Together
     data: str
     calibration: str | None
+    remedy: Remedy = NONE
 
     def fields(self) -> dict[str, Any]:
         """What all lines of the cell in `results.jsonl` share, but for the data and the outcome.
 
         Several schemes together have the sites of all, the fewest bits, and no range and
-        granularity in common; each is told in `options`.
+        granularity in common; each is told in `options`, as are newest tokens, layers and heads of
+        a scheme, and a remedy.
         """
         scheme = self.schemes[0] if len(self.schemes) == 1 else None
         options: dict[str, Any] = {}
         if scheme is not None:
-            options = {"symmetric": scheme.symmetric}
+            options = {"symmetric": scheme.symmetric} | _some(scheme)
         elif self.schemes:
             options = {"schemes": [_told(one) for one in self.schemes]}
         if self.calibration is not None:
             options["calibration"] = self.calibration
+        if self.remedy != NONE:
+            options["remedy"] = self.remedy.name
         return {
             "cell": self.id,
             "model": self.model,
@@ -153,14 +168,37 @@ def _spelt(scheme: Scheme) -> Scheme:
 def short_name(schemes: Together) -> str:
     """A name for a narrow column, such as `L4` or `W8A8+KV8`; `fp` for the model as it is."""
     if len(schemes) == 1:
-        return f"{_LETTERS[schemes[0].site]}{schemes[0].bits}"
+        (scheme,) = schemes
+        newest = f"r{scheme.newest}" if scheme.newest else ""
+        return f"{_LETTERS[scheme.site]}{scheme.bits}{newest}"
     return name_of(schemes)
+
+
+def where(options: Mapping[str, Any]) -> str:
+    """What a short name does not say of a cell: its remedy, and the layers and heads it is for.
+
+    Args:
+        options: of a line of `results.jsonl`.
+    """
+    told = ""
+    schemes = options.get("schemes", [options])
+    for name in ("layers", "heads"):
+        numbers = [scheme.get(name) for scheme in schemes]
+        if numbers[0] is not None and numbers.count(numbers[0]) == len(numbers):
+            told += f" {name.removesuffix('s')} {', '.join(map(str, numbers[0]))}"
+    return f"{told} {options['remedy']}" if "remedy" in options else told
 
 
 def _told(scheme: Scheme) -> dict[str, Any]:
     names = ("site", "bits", "range", "granularity", "symmetric")
-    told: dict[str, Any] = {name: getattr(scheme, name) for name in names}
-    return told if scheme.layers is None else told | {"layers": list(scheme.layers)}
+    return {name: getattr(scheme, name) for name in names} | _some(scheme)
+
+
+def _some(scheme: Scheme) -> dict[str, Any]:
+    """Of which tokens, layers and heads a scheme is, where it is not of all."""
+    told: dict[str, Any] = {"newest": scheme.newest} if scheme.newest else {}
+    numbers = (("layers", scheme.layers), ("heads", scheme.heads))
+    return told | {name: list(of_one) for name, of_one in numbers if of_one is not None}
 
 
 def _check_each(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantdiff.calibration.table import CalibrationTable
 from quantdiff.quantization.scheme import Scheme
-from quantdiff.statistics.storage import to_arrays
+from quantdiff.statistics.arrays import to_arrays
 from quantdiff.versions import versions
 
 __all__ = ["cell_id", "deciding_versions", "model_fingerprint", "table_fingerprint"]
@@ -37,6 +37,7 @@ def cell_id(
     settings: Mapping[str, Any],
     schemes: Sequence[Scheme],
     calibration: str | None,
+    remedy: tuple[str, str | None] | None = None,
 ) -> str:
     """The id of a cell: equal if and only if all is equal that the result depends on.
 
@@ -46,6 +47,8 @@ def cell_id(
         evaluation, data, settings: of the evaluation.
         schemes: none for the model as it is; their order does not matter.
         calibration: fingerprint of what a static range comes from.
+        remedy: its name, and the fingerprint of the text that it sees, if it sees any; None for no
+            remedy.
     """
     return _hash({
         "model": model,
@@ -53,10 +56,10 @@ def cell_id(
         "evaluation": evaluation,
         "data": data,
         "settings": settings,
-        "schemes": sorted((asdict(scheme) for scheme in schemes), key=lambda one: one["site"]),
+        "schemes": sorted(map(_told, schemes), key=lambda one: (one["site"], one["layers"] or ())),
         "calibration": calibration,
         "versions": deciding_versions(),
-    })[:_LENGTH]  # fmt: skip
+    } | ({} if remedy is None else {"remedy": remedy}))[:_LENGTH]  # fmt: skip
 
 
 @functools.cache
@@ -96,12 +99,20 @@ def model_fingerprint(model: nn.Module, tokenizer: Any) -> str:
 
 def table_fingerprint(table: CalibrationTable) -> str:
     """SHA-256, as hex, over the statistics that a table takes its ranges from."""
-    names = [[site.name, site.layer] for site in table.sites]
-    digest = hashlib.sha256(_json(names))
-    for name, array in sorted(to_arrays(table.sites).items()):
-        digest.update(_json([name, list(array.shape), str(array.dtype)]))
-        digest.update(array.tobytes())
+    digest = hashlib.sha256()
+    for kind, sites in (("", table.sites), *((k, part.sites) for k, part in table.more.items())):
+        names = [[site.name, site.layer] for site in sites]
+        digest.update(_json([kind, names] if kind else names))
+        for name, array in sorted(to_arrays(sites).items()):
+            digest.update(_json([name, list(array.shape), str(array.dtype)]))
+            digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def _told(scheme: Scheme) -> dict[str, Any]:
+    """A scheme, without what is left out: results from before there was such an entry count."""
+    left_out = (("heads", None), ("newest", 0))
+    return {name: value for name, value in asdict(scheme).items() if (name, value) not in left_out}
 
 
 def _rules(tokenizer: Any) -> Any:

@@ -1,11 +1,13 @@
 """The results of a sweep as lines over bits: what its tables print and its figures draw."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any, NamedTuple
 
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.results import Row
+from quantdiff.quantization.short import SHORT
 
 __all__ = [
     "NO_WAY",
@@ -16,14 +18,29 @@ __all__ = [
     "lines",
     "measures",
     "model_labels",
+    "of_some",
     "way_label",
 ]
 
-# What tells two ways of quantizing apart, beside their bits.
-WAYS = ("site", "range", "granularity", "symmetric")
 
-Way = tuple[str | None, str | None, str | None, bool | None]
-NO_WAY: Way = (None, None, None, None)  # of a model that was only seen as it is
+class Way(NamedTuple):
+    """What tells two ways of quantizing apart, beside their bits; see `results.jsonl`.
+
+    Several sites together have their short name for a site, `schemes` for what that name does not
+    say, and nothing else but a remedy.
+    """
+
+    site: str | None = None
+    range: str | None = None
+    granularity: str | None = None
+    symmetric: bool | None = None
+    newest: int | None = None
+    schemes: str | None = None
+    remedy: str | None = None
+
+
+WAYS = Way._fields
+NO_WAY = Way()  # of a model that was only seen as it is
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,11 @@ def measures(results: SweepResults) -> list[Measure]:
 
 
 def lines(results: SweepResults, measure: Measure) -> list[Line]:
-    """A metric as lines, model by model, in the order of the grid."""
+    """A metric as lines, model by model, in the order of the grid.
+
+    Cells of some layers or heads are no lines over bits; `quantdiff.analysis.sensitivity` reads
+    them.
+    """
     found: dict[str, dict[Way, dict[int, Row]]] = {model: {} for model in results.models}
     references: dict[str, Row] = {}
     for row in results.rows:
@@ -86,9 +107,13 @@ def lines(results: SweepResults, measure: Measure) -> list[Line]:
         if row["site"] is None:
             references[row["model"]] = row
             continue
-        way = (row["site"], row["range"], row["granularity"], row["options"].get("symmetric"))
-        if "schemes" in row["options"]:  # its bits alone do not tell which it is
-            way = (row["scheme"], None, None, None)
+        options = row["options"]
+        if of_some(row):
+            continue
+        how = options.get("symmetric"), options.get("newest"), None, options.get("remedy")
+        way = Way(row["site"], row["range"], row["granularity"], *how)
+        if "schemes" in options:  # its bits alone do not tell which it is
+            way = Way(row["scheme"], schemes=_unsaid(options["schemes"]), remedy=how[-1])
         found[row["model"]].setdefault(way, {})[row["bits"]] = row
     result = []
     for model, ways in found.items():
@@ -102,6 +127,33 @@ def lines(results: SweepResults, measure: Measure) -> list[Line]:
     return result
 
 
+def _unsaid(schemes: Sequence[Mapping[str, Any]]) -> str | None:
+    """In what schemes together are not those that their short name stands for, in words.
+
+    Args:
+        schemes: of the `options` of a line.
+    """
+    usual = {site: usual for sites, *usual in SHORT.values() for site in sites}
+    found = []
+    for one in sorted(schemes, key=lambda one: list(usual).index(one["site"])):
+        granularity, symmetric = usual[one["site"]]
+        told = [] if one["range"] == "dynamic" else [one["range"]]
+        # The name says the size of groups.
+        if one["granularity"] != granularity and not one["granularity"].startswith("group:"):
+            told.append(one["granularity"])
+        if one["symmetric"] != symmetric:
+            told.append("symmetric" if one["symmetric"] else "asymmetric")
+        if told:
+            found.append(" ".join([one["site"].replace("_", " "), *told]))
+    return " and ".join(found) or None
+
+
+def of_some(row: Row) -> bool:
+    """Whether a cell is of some layers or heads."""
+    schemes = row["options"].get("schemes", [row["options"]])
+    return any("layers" in one or "heads" in one for one in schemes)
+
+
 def way_label(way: Way, leave_out: Collection[str] = ()) -> str:
     """A way of quantizing in words, such as `mse, head`; that a grid is symmetric is not said.
 
@@ -109,9 +161,10 @@ def way_label(way: Way, leave_out: Collection[str] = ()) -> str:
         way: values of `WAYS`.
         leave_out: of `WAYS`.
     """
-    told = dict(zip(WAYS, way, strict=True))
+    told = way._asdict()
     told["site"] = str(told["site"]).replace("_", " ")
     told["symmetric"] = "asymmetric" if told["symmetric"] is False else None
+    told["newest"] = told["newest"] and f"newest {told['newest']} exact"
     return ", ".join(
         str(word) for name, word in told.items() if name not in leave_out and word is not None
     )

@@ -13,10 +13,12 @@ from quantdiff.analysis.sweep.results import RESULTS, Row, current_rows, read_it
 __all__ = ["COLUMNS", "SweepResults"]
 
 COLUMNS = (
-    "cell", "model", "scheme", "site", "bits", "range", "granularity", "symmetric", "causal",
-    "eval", "metric", "value", "stderr", "count", "data", "seconds", "status", "error",
+    "cell", "model", "scheme", "site", "bits", "range", "granularity", "symmetric", "newest",
+    "layers", "heads", "remedy", "causal", "eval", "metric", "value", "stderr", "count", "data",
+    "seconds", "status", "error",
 )  # fmt: skip
-_WHOLE = {"bits": "Int64", "count": "Int64", "value": "float64", "stderr": "float64"}
+_WHOLE = dict.fromkeys(("bits", "count", "newest"), "Int64")
+_NUMBERS = _WHOLE | dict.fromkeys(("value", "stderr"), "float64")
 
 
 @dataclass(eq=False)
@@ -65,11 +67,12 @@ class SweepResults:
     def frame(self) -> pd.DataFrame:
         """One row a cell and metric, with the columns `COLUMNS`.
 
-        `options` of the lines is spread out to `symmetric`. The row of the model as it is, which
-        stands for 16 bits, has no site, range, granularity and symmetry, for it serves all of them.
+        `options` of the lines is spread out to `symmetric`, `newest`, `layers`, `heads` (of schemes
+        together where they agree) and `remedy`. The row of the model as it is, which stands for 16
+        bits, has no site, range, granularity and symmetry, for it serves all of them.
         """
-        rows = [row | {"symmetric": row["options"].get("symmetric")} for row in self.rows]
-        return pd.DataFrame(rows, columns=list(COLUMNS)).astype(_WHOLE)
+        rows = [_spread(row["options"]) | row for row in self.rows]
+        return pd.DataFrame(rows, columns=list(COLUMNS)).astype(_NUMBERS)
 
     def items(self, cell: str) -> dict[str, NDArray[Any]]:
         """The results of each question or window of a cell, by which models compare pairwise.
@@ -94,14 +97,16 @@ class SweepResults:
         )
 
     def _repr_html_(self) -> str:
-        from quantdiff.analysis.sweep.table import pivot
+        from quantdiff.analysis.notebook import to_html
 
-        parts = [
-            f"<h4>{title}</h4>{table.to_html(na_rep='–', float_format='{:.4g}'.format)}"
-            for title, table in pivot(self)
-        ]
-        return f"<p>{_escaped(repr(self))}</p>{''.join(parts)}"
+        return to_html(self)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _spread(options: dict[str, Any]) -> dict[str, Any]:
+    """What a cell's schemes have in common of their options, and its remedy."""
+    schemes = options.get("schemes", [options])
+    told: dict[str, Any] = {"remedy": options.get("remedy")}
+    for name in ("symmetric", "newest", "layers", "heads"):
+        values = [scheme.get(name) for scheme in schemes]
+        told[name] = values[0] if values.count(values[0]) == len(values) else None
+    return told

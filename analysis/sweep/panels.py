@@ -120,7 +120,7 @@ def _bits_panel(measure: Measure, of_one: list[Line]) -> Panel:
 
 
 def _sites_panel(measure: Measure, of_one: list[Line]) -> Panel:
-    first = {line.way[0]: line for line in reversed(of_one)}
+    first = {(line.way.site, line.way.schemes, line.way.remedy): line for line in reversed(of_one)}
     chosen = [line for line in of_one if line in first.values()]
     same = [name for place, name in enumerate(WAYS) if len({c.way[place] for c in chosen}) == 1]
     curves = tuple((way_label(line.way, {*same} - {"site"}), line) for line in chosen)
@@ -131,10 +131,9 @@ def _range_panels(measure: Measure, of_one: list[Line]) -> list[Panel]:
     """A panel a granularity, of the first site."""
     curves: dict[str, list[tuple[str, Line]]] = {}
     for line in of_one:
-        site, _, granularity, _ = line.way
-        if site == of_one[0].way[0]:
+        if line.way.site == of_one[0].way.site:
             name = way_label(line.way, ("site", "granularity"))
-            curves.setdefault(str(granularity), []).append((name, line))
+            curves.setdefault(str(line.way.granularity), []).append((name, line))
     label = measure.metric
     if label != measure.source:
         label = f"{literal(label)}\n{shorten(literal(measure.source), _LABEL)}"
@@ -170,4 +169,5 @@ def sweep_figure_data(
         for bits, point in line.points.items()
         if point["value"] is not None
     ]
-    return pd.DataFrame(rows).astype({"count": "Int64"})
+    columns = ["evaluation", "metric", "model", *WAYS, "bits", "value", "stderr", "count"]
+    return pd.DataFrame(rows, columns=columns).astype({"count": "Int64"})

@@ -11,18 +11,23 @@ import torch
 from torch import nn
 
 from quantdiff.analysis.evaluation import Evaluation, Text, evaluation
-from quantdiff.analysis.sweep.grid import Cell, Together
+from quantdiff.analysis.sweep.entries import Entry, each_one
+from quantdiff.analysis.sweep.grid import Cell
 from quantdiff.analysis.sweep.identity import cell_id, model_fingerprint
 from quantdiff.analysis.sweep.ranges import (
     Ranges,
     Tables,
     calibrated,
     check_text,
+    data_of,
     folder_of,
     source_of,
+    training_windows,
 )
 from quantdiff.calibration.running import model_device
+from quantdiff.calibration.text import TextWindows
 from quantdiff.models import describe, load
+from quantdiff.quantization.remedy import NONE
 
 __all__ = ["Model", "Opened", "Request", "Shelf"]
 
@@ -35,13 +40,14 @@ class Request:
     """What is asked of a sweep; see `sweep`, whose arguments these are."""
 
     models: tuple[Model, ...]
-    schemes: tuple[Together, ...]
+    entries: tuple[Entry, ...]
     evaluations: tuple[str, ...]
     out: Path
     text: Text
     calibration_tokens: int
     batch_size: int
     loading: dict[str, Any]
+    each: str | None
     note: Callable[[str], None]
     stop: Callable[[], bool]
 
@@ -61,6 +67,7 @@ class Opened:
         fingerprint: of the model and its tokenizer.
         evaluations: made for it, by name.
         ranges: its static ranges; None where no scheme asks for them.
+        windows: the text that remedies see; None where none reads.
         cells: of the model, by evaluation.
     """
 
@@ -69,6 +76,7 @@ class Opened:
     fingerprint: str
     evaluations: dict[str, Evaluation]
     ranges: Ranges | None
+    windows: TextWindows | None
     cells: dict[str, list[Cell]]
 
     def about(self, text: Text) -> dict[str, Any]:
@@ -93,6 +101,8 @@ class Opened:
             },
             "calibration": self.ranges
             and {"fingerprint": self.ranges.fingerprint, "data": self.ranges.data},
+            "remedies": self.windows
+            and {"fingerprint": self.windows.fingerprint, "data": data_of(self.windows)},
         }
 
 
@@ -141,23 +151,34 @@ class Shelf:
             for wanted in request.evaluations
         }
         ranges = None
-        if any(scheme.static for together in request.schemes for scheme in together):
-            ranges = self.tables.find(name, model, request.note) or calibrated(
-                name, model, tokenizer, tokens=request.calibration_tokens,
+        sites = {s.site: None for entry in request.entries for s in entry.schemes if s.static}
+        if sites:
+            ranges = self.tables.find(name, model, sites, request.note) or calibrated(
+                name, model, tokenizer, sites=list(sites), tokens=request.calibration_tokens,
                 seq_len=request.text.seq_len, folder=folder_of(request.out, name, fingerprint),
                 batch_size=request.batch_size, note=request.note, stop=request.stop,
             )  # fmt: skip
             for made in evaluations.values():
-                check_text(made, request.text, tokenizer, ranges)
+                check_text(made, request.text, tokenizer, ranges.data, "the static ranges")
+        windows = None
+        if any(entry.remedy.reads for entry in request.entries):
+            windows = training_windows(
+                model, tokenizer, request.calibration_tokens, request.text.seq_len
+            )
+            for made in evaluations.values():
+                check_text(made, request.text, tokenizer, data_of(windows), "the remedies")
+        entries = request.entries
+        if request.each is not None:
+            entries = each_one(entries, model, request.each)
         device = model_device(model).type
         cells = {
             wanted: [
-                _cell(name, fingerprint, device, wanted, made, schemes, ranges)
-                for schemes in request.schemes
+                _cell(name, fingerprint, device, wanted, made, entry, ranges, windows)
+                for entry in entries
             ]
             for wanted, made in evaluations.items()
         }
-        return Opened(name, model, fingerprint, evaluations, ranges, cells)
+        return Opened(name, model, fingerprint, evaluations, ranges, windows, cells)
 
 
 def _cell(
@@ -166,13 +187,17 @@ def _cell(
     device: str,
     wanted: str,
     made: Evaluation,
-    schemes: Together,
+    entry: Entry,
     ranges: Ranges | None,
+    windows: TextWindows | None,
 ) -> Cell:
+    schemes, remedy = entry
     static = any(scheme.static for scheme in schemes)
     calibration = ranges.fingerprint if static and ranges is not None else None
+    seen = windows.fingerprint if remedy.reads and windows is not None else None
     identity = cell_id(
         model=fingerprint, device=device, evaluation=wanted, data=made.data,
         settings=made.settings, schemes=schemes, calibration=calibration,
+        remedy=None if remedy == NONE else (remedy.name, seen),
     )  # fmt: skip
-    return Cell(identity, name, wanted, schemes, made.data, calibration)
+    return Cell(identity, name, wanted, schemes, made.data, calibration, remedy)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quantdiff.analysis.sweep.distributed import Processes
-from quantdiff.analysis.sweep.grid import Cell, short_name
+from quantdiff.analysis.sweep.grid import Cell, short_name, where
 
 __all__ = ["Progress", "Tracker"]
 
@@ -57,6 +57,7 @@ class Tracker:
         told = short_name(cell.schemes)
         if len(cell.schemes) == 1:
             told += f" {cell.schemes[0].range} {cell.schemes[0].granularity}"
+        told += where(cell.fields()["options"])
         self._doing, self._kind = f"{_short(cell)} · {told}", (cell.model, cell.evaluation)
         self._begun, self._part, self._share = time.perf_counter(), 0.0, 1 / max(units, 1)
         self._report()

@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,17 @@ from quantdiff.errors import QuantizationError, RecordingError, UsageError
 from quantdiff.models import context_length, describe
 from quantdiff.quantization import Scheme, fake_quantize
 
-__all__ = ["FOLDER", "Ranges", "Tables", "calibrated", "check_text", "folder_of", "source_of"]
+__all__ = [
+    "FOLDER",
+    "Ranges",
+    "Tables",
+    "calibrated",
+    "check_text",
+    "data_of",
+    "folder_of",
+    "source_of",
+    "training_windows",
+]
 
 FOLDER = "calibration"
 
@@ -63,14 +73,14 @@ class Tables:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def find(self, name: str, model: nn.Module, note: Note) -> Ranges | None:
-        """The table of a model; None if it has none.
+    def find(self, name: str, model: nn.Module, sites: Iterable[str], note: Note) -> Ranges | None:
+        """The table of a model, with ranges of some sites; None if it has none.
 
         By name, since models of one architecture cannot be told apart otherwise; a table under
         another name, such as that of a folder that was moved, is taken if it alone fits.
 
         Raises:
-            UsageError: several tables fit.
+            UsageError: several tables fit, or the one that does lacks a site.
             QuantizationError, RecordingError: the model cannot be quantized.
         """
         fitting = [number for number, (_, table) in enumerate(self._tables) if _fits(table, model)]
@@ -86,6 +96,8 @@ class Tables:
         place, table = self._tables[chosen[0]]
         if not named:
             note(f"{place} was calibrated on {table.model.get('name')} and is used for {name}")
+        for site in sites:
+            table.check_site(site)
         self._used.add(chosen[0])
         return Ranges(table_fingerprint(table), table.data, lambda: table)
 
@@ -108,6 +120,7 @@ def calibrated(
     model: nn.Module,
     tokenizer: Any,
     *,
+    sites: Sequence[str],
     tokens: int,
     seq_len: int | None,
     folder: Path,
@@ -120,6 +133,7 @@ def calibrated(
     Args:
         name: of the model.
         model, tokenizer: live.
+        sites: whose ranges are wanted.
         tokens: of text.
         seq_len: tokens a window; None for 2,048 or the model's context, whichever is less.
         folder: of this model's calibration alone; made when it is needed.
@@ -130,14 +144,14 @@ def calibrated(
     Raises:
         UsageError: windows that the model or the text is too short for.
     """
-    seq_len = seq_len or min(2048, context_length(model) or 2048)
-    windows = text_windows(_TEXT, tokenizer, tokens=tokens, seq_len=seq_len)
+    windows = training_windows(model, tokenizer, tokens, seq_len)
+    more = [site for site in sites if site != SITE]
 
     def make() -> CalibrationTable:
         with _alone(folder):
-            table = _kept(folder, windows)
+            table = _kept(folder, windows, more)
             if table is None:
-                table = calibrate(model, windows, batch_size=batch_size, stop=stop)
+                table = calibrate(model, windows, batch_size=batch_size, sites=more, stop=stop)
                 if table.partial:
                     raise Stopped
                 table.save(folder)
@@ -146,13 +160,29 @@ def calibrated(
                     note(f"{name}: {warning}")
         return table
 
-    data = {
+    return Ranges(windows.fingerprint, data_of(windows), once(make))
+
+
+def training_windows(
+    model: nn.Module, tokenizer: Any, tokens: int, seq_len: int | None
+) -> TextWindows:
+    """Windows of the shipped training text; of 2,048 tokens or the model's context by default.
+
+    Raises:
+        UsageError: windows that the model or the text is too short for.
+    """
+    seq_len = seq_len or min(2048, context_length(model) or 2048)
+    return text_windows(_TEXT, tokenizer, tokens=tokens, seq_len=seq_len)
+
+
+def data_of(windows: TextWindows) -> dict[str, Any]:
+    """What is recorded of the text of a calibration, as in `CalibrationTable.data`."""
+    return {
         "source": windows.source,
         "tokens": windows.tokens,
         "sequence_length": windows.seq_len,
         "fingerprint": windows.fingerprint,
     }
-    return Ranges(windows.fingerprint, data, once(make))
 
 
 def folder_of(out: Path, name: str, fingerprint: str) -> Path:
@@ -160,8 +190,10 @@ def folder_of(out: Path, name: str, fingerprint: str) -> Path:
     return out / FOLDER / f"{slug(name)}-{fingerprint[:8]}"
 
 
-def check_text(evaluation: Evaluation, text: Text, tokenizer: Any, ranges: Ranges) -> None:
-    """Refuse to evaluate on what the ranges were calibrated on.
+def check_text(
+    evaluation: Evaluation, text: Text, tokenizer: Any, data: dict[str, Any], what: str
+) -> None:
+    """Refuse to evaluate on what ranges, or remedies, were calibrated on.
 
     A text is known again by its name, and under another name by its first windows, for a
     calibration takes the beginning of its text, and so does an evaluation.
@@ -170,18 +202,19 @@ def check_text(evaluation: Evaluation, text: Text, tokenizer: Any, ranges: Range
         evaluation: made for the model.
         text: of the evaluations that run on text.
         tokenizer: of the model.
-        ranges: of the model.
+        data: of the calibration, as in `Ranges.data`.
+        what: was calibrated.
 
     Raises:
         UsageError: names both.
     """
     source = source_of(evaluation, text)
-    for part in ranges.data.get("parts", [ranges.data]):
+    for part in data.get("parts", [data]):
         same = _place(str(part.get("source", ""))) == _place(source)
         if same or _begins_with(source, tokenizer, part):
             raise UsageError(
-                f"{evaluation.name} would run on the text that the static ranges were calibrated "
-                f"on ({source}): evaluate on another --data, or calibrate on another text"
+                f"{evaluation.name} would run on the text that {what} were calibrated on "
+                f"({source}): evaluate on another --data"
             )
 
 
@@ -212,10 +245,12 @@ def _place(source: str) -> str:
     return str(Path(source).resolve())
 
 
-def _kept(folder: Path, windows: TextWindows) -> CalibrationTable | None:
+def _kept(folder: Path, windows: TextWindows, sites: Iterable[str]) -> CalibrationTable | None:
     try:
         table = CalibrationTable.load(folder)
-    except UsageError:  # none yet, or a kill left half of one
+        for site in sites:
+            table.check_site(site)
+    except UsageError:  # none yet, a kill left half of one, or it was made for other sites
         return None
     return table if table.data.get("fingerprint") == windows.fingerprint else None
 

@@ -41,6 +41,9 @@ _OWNED = (
     "figures/bits*",
     "figures/ranges*",
     "figures/sites*",
+    "figures/layers*",
+    "figures/heads*",
+    "figures/mixed*",
     f"{FOLDER}/*/calibration.*",
 )
 _REMEDY = "choose another --out or pass --overwrite"
@@ -91,6 +94,7 @@ def extended(
         together[name] = told | {
             "evaluations": known["evaluations"] | told["evaluations"],
             "calibration": told["calibration"] or known["calibration"],
+            "remedies": told.get("remedies") or known.get("remedies"),
         }
     commands = list(old["commands"])
     if command is not None and command not in commands:
@@ -140,9 +144,10 @@ def _check(folder: Path, old: Record, models: dict[str, Any]) -> None:
                 )
             if before["settings"] != data["settings"]:
                 raise UsageError(f"{start} of {evaluation} with other settings; {_REMEDY}")
-        both = known["calibration"], told["calibration"]
-        if None not in both and both[0]["fingerprint"] != both[1]["fingerprint"]:
-            raise UsageError(f"{start} of {name} with ranges of another calibration; {_REMEDY}")
+        for entry, what in (("calibration", "ranges"), ("remedies", "remedies")):
+            both = known.get(entry), told.get(entry)
+            if None not in both and both[0]["fingerprint"] != both[1]["fingerprint"]:
+                raise UsageError(f"{start} of {name} with {what} of another calibration; {_REMEDY}")
 
 
 def clear(folder: Path, *, everything: bool) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from quantdiff.analysis.evaluation import Stopped, Text
 from quantdiff.analysis.sweep.distributed import Processes
-from quantdiff.analysis.sweep.grid import Cell, cells_of
+from quantdiff.analysis.sweep.entries import check_each, entries_of
+from quantdiff.analysis.sweep.grid import Cell
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.planning import Model, Request, Shelf
 from quantdiff.analysis.sweep.progress import Progress
@@ -26,6 +27,7 @@ from quantdiff.analysis.sweep.working import Work
 from quantdiff.calibration.table import CalibrationTable
 from quantdiff.errors import UsageError
 from quantdiff.quantization import Scheme
+from quantdiff.quantization.remedy import remedy
 
 __all__ = ["CALIBRATION_TOKENS", "sweep"]
 
@@ -45,6 +47,8 @@ def sweep(
     text: Text | None = None,
     tables: Sequence[str | Path | CalibrationTable] = (),
     calibration_tokens: int = CALIBRATION_TOKENS,
+    remedies: Iterable[str] = ("none",),
+    each: str | None = None,
     batch_size: int = 1,
     overwrite: bool = False,
     dtype: str | torch.dtype | None = None,
@@ -74,7 +78,11 @@ def sweep(
         text: for the evaluations that run on text.
         tables: calibrations for static ranges, or their folders, each for one of the models. A
             model that has none is calibrated on the shipped training text.
-        calibration_tokens: tokens of that text.
+        calibration_tokens: tokens of that text, which remedies see too.
+        remedies: such as `none`, `smooth:0.5`, `rotate+gptq`; see `quantization.remedy.remedy`.
+            Every scheme runs under each that goes with it.
+        each: `layer` or `head`, to try every scheme on one of a model's layers, or on one head of a
+            layer, at a time; see `quantdiff.analysis.sensitivity.Sensitivity.of`.
         batch_size: sequences in one forward pass; changes no result.
         overwrite: begin anew where `out` holds results.
         dtype, device, attention, trust_remote_code: as in `quantdiff.load`, for named models.
@@ -99,9 +107,10 @@ def sweep(
             said.add(sentence)
             note(sentence)
 
+    entries, left_out = entries_of(schemes, [remedy(name) for name in dict.fromkeys(remedies)])
     request = Request(
         models=tuple(models),
-        schemes=cells_of(schemes),
+        entries=entries,
         evaluations=tuple(dict.fromkeys(evaluations)),
         out=Path(out),
         text=text or Text(),
@@ -113,10 +122,14 @@ def sweep(
             "attention": attention,
             "trust_remote_code": trust_remote_code,
         },
+        each=each,
         note=tell,
         stop=stop or (lambda: False),
     )
-    _check(request, tables)
+    _check(request, tables, left_out)
+    if processes.first:
+        for sentence in left_out:
+            tell(sentence)
     alone = exclusive(request.out) if processes.first else nullcontext()
     with processes.together(), alone:
         shelf = Shelf(request, Tables(tables, request.names))
@@ -133,12 +146,13 @@ def sweep(
         return SweepResults.load(request.out)
 
 
-def _check(request: Request, tables: Sequence[Any]) -> None:
+def _check(request: Request, tables: Sequence[Any], left_out: Sequence[str]) -> None:
     """Refuse what can be refused before a model is opened."""
     if not request.models:
         raise UsageError("there is no model to sweep: name at least one")
-    if not request.schemes:
-        raise UsageError("the grid is empty: there is no scheme in it")
+    if not request.entries:
+        why = f" ({left_out[0]})" if left_out else ""
+        raise UsageError(f"the grid is empty: there is no scheme in it{why}")
     if not request.evaluations:
         raise UsageError("there is nothing to measure: name at least one evaluation")
     if request.batch_size < 1:
@@ -146,7 +160,15 @@ def _check(request: Request, tables: Sequence[Any]) -> None:
     for name in request.names:
         if request.names.count(name) > 1:
             raise UsageError(f"{name} is named twice: give each model once, under its own name")
-    if tables and not any(one.static for together in request.schemes for one in together):
+    if request.each is not None:
+        check_each(request.entries, request.each)
+    noise = [name for name in request.evaluations if name.partition(":")[0] == "noise"]
+    if noise and any(entry.remedy.rotates for entry in request.entries):
+        raise UsageError(
+            f"{noise[0]} compares hidden states with the plain model's, and a rotation turns them: "
+            "leave one of the two out"
+        )
+    if tables and not any(one.static for entry in request.entries for one in entry.schemes):
         raise UsageError(
             "a calibration table is for static ranges, and all ranges asked for are dynamic"
         )

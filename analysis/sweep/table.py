@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantdiff.analysis.published import FIGURE_8, FIGURE_8_SOURCE, FIGURE_8_UNSAID
+from quantdiff.analysis.sweep.grid import where
 from quantdiff.analysis.sweep.lines import (
     NO_WAY,
     WAYS,
@@ -19,11 +20,12 @@ from quantdiff.analysis.sweep.lines import (
     lines,
     measures,
     model_labels,
+    of_some,
     way_label,
 )
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.results import Row
-from quantdiff.analysis.text import UNKNOWN, literal, shorten
+from quantdiff.analysis.text import UNKNOWN, four_digits, literal, shorten, two_digits
 
 __all__ = ["failures_table", "figure_8_table", "pivot", "sweep_report"]
 
@@ -32,8 +34,13 @@ _HEADS = {"symmetric": "grid"}
 
 
 def sweep_report(results: SweepResults) -> list[RenderableType]:
-    """All that a terminal shows of a sweep: heading, a table a metric, the published, failures."""
+    """All that a terminal shows of a sweep: heading, a table a metric, the published, failures.
+
+    Of a sweep by layers or heads alone there are no metrics at several widths to show.
+    """
     found = measures(results)
+    if any(of_some(row) for row in results.rows):
+        found = [m for m in found if any(line.way != NO_WAY for line in lines(results, m))]
     parts: list[RenderableType] = [_heading(results)]
     parts += [_MetricTable(results, measure) for measure in found]
     if any(measure.is_accuracy for measure in found):
@@ -66,6 +73,7 @@ def failures_table(results: SweepResults) -> Table:
         scheme = row["scheme"]
         if row["range"] is not None:
             scheme += f" {row['range']} {row['granularity']}"
+        scheme += where(row["options"])
         table.add_row(
             *(literal(word) for word in (row["model"], row["eval"], scheme, row["error"]))
         )
@@ -172,22 +180,10 @@ def _cell(row: Row | None, before_error: str) -> Text:
         return Text(UNKNOWN)
     if row["status"] != "ok":
         return Text("failed", style="red")
-    text = Text(_value(row["value"]))
+    text = Text(four_digits(row["value"]))
     if row["stderr"]:
-        text.append(f"{before_error}±{_error(row['stderr'])}", style="dim")
+        text.append(f"{before_error}±{two_digits(row['stderr'])}", style="dim")
     return text
-
-
-def _value(value: float) -> str:
-    """Four significant digits: widths are compared, which often differ in the fourth."""
-    if value == 0:
-        return "0"
-    return f"{value:.1f}" if 1000 <= abs(value) < 1e7 else f"{value:#.4g}".rstrip(".")
-
-
-def _error(value: float) -> str:
-    """Two significant digits, for more would claim too much."""
-    return f"{value:.0f}" if value >= 10 else f"{value:#.2g}"
 
 
 def _empty(title: str | None) -> Table:

@@ -10,14 +10,17 @@ from typing import Any, TypeVar
 
 from quantdiff.analysis.evaluation import Outcome, Stopped
 from quantdiff.analysis.sweep.distributed import Processes
+from quantdiff.analysis.sweep.entries import Entry
 from quantdiff.analysis.sweep.grid import Cell
 from quantdiff.analysis.sweep.once import once
 from quantdiff.analysis.sweep.planning import Opened, Request, Shelf
 from quantdiff.analysis.sweep.progress import Progress, Tracker
 from quantdiff.analysis.sweep.record import REFERENCE, writing
+from quantdiff.analysis.sweep.remedied import Remedied, in_turn
 from quantdiff.analysis.sweep.results import ResultsFile, Row
 from quantdiff.errors import UsageError
 from quantdiff.quantization import fake_quantize
+from quantdiff.quantization.remedy import NONE
 
 __all__ = ["Work"]
 
@@ -89,7 +92,11 @@ class Work:
     def _evaluate(self, opened: Opened, name: str, cells: list[Cell]) -> None:
         """The cells of one model and evaluation."""
         evaluation, request = opened.evaluations[name], self._request
-        with tempfile.TemporaryDirectory(prefix=REFERENCE, dir=request.out) as folder:
+        cells = [cells[n] for n in in_turn([Entry(c.schemes, c.remedy) for c in cells])]
+        with (
+            tempfile.TemporaryDirectory(prefix=REFERENCE, dir=request.out) as folder,
+            Remedied(opened.model, opened.windows, request.batch_size) as remedied,
+        ):
 
             def prepare() -> None:
                 self._tracker.prepare(cell, "reference")
@@ -104,7 +111,7 @@ class Work:
                 begin = time.perf_counter()
                 try:
                     prepared()
-                    context = self._context(opened, cell)
+                    context = self._context(opened, cell, remedied)
                     self._tracker.begin(cell, evaluation.total)
                     begin = time.perf_counter()
                     outcome = evaluation.run(
@@ -119,15 +126,20 @@ class Work:
                 else:
                     self._succeed(cell, outcome, time.perf_counter() - begin)
 
-    def _context(self, opened: Opened, cell: Cell) -> Callable[[], AbstractContextManager[Any]]:
+    def _context(
+        self, opened: Opened, cell: Cell, remedied: Remedied
+    ) -> Callable[[], AbstractContextManager[Any]]:
         table = None
-        if not cell.schemes:
+        if cell.remedy != NONE:
+            self._tracker.prepare(cell, cell.remedy.name)
+        schemes = remedied.put_on(Entry(cell.schemes, cell.remedy))
+        if not schemes:
             return nullcontext
         if any(scheme.static for scheme in cell.schemes):
             assert opened.ranges is not None
             self._tracker.prepare(cell, "calibration")
             table = opened.ranges.table()
-        return lambda: fake_quantize(opened.model, *cell.schemes, table=table)
+        return lambda: fake_quantize(opened.model, *schemes, table=table)
 
     def _succeed(self, cell: Cell, outcome: Outcome, seconds: float) -> None:
         rows = [

@@ -1,18 +1,17 @@
 """`quantdiff sweep`: what low bit widths cost, for a grid of models, schemes and evaluations."""
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantdiff.cli import common
+from quantdiff.cli.sweep_shown import cell_progress, note, show_sweep
 
 if TYPE_CHECKING:
-    from quantdiff.analysis.sweep import Progress, SweepResults
+    from quantdiff.analysis.sweep import SweepResults
+    from quantdiff.analysis.sweep.mixed import Plan
     from quantdiff.quantization import Scheme
 
 EPILOG = """
@@ -29,6 +28,12 @@ Examples:
 
   quantdiff sweep smollm2-135m --scheme W8A8,W4g64A16,KV8,KV4,W8A8+KV8+L6 --eval divergence
   --out runs/deployed
+
+  quantdiff sweep smollm2-135m --scheme W8A8,W4A8 --remedy none,smooth:0.5,rotate,gptq
+  --eval divergence --out runs/remedies
+
+  quantdiff sweep smollm2-135m --scheme W8A16,W6A16,W5A16,W4A16,W3A16 --per-layer --budget 5
+  --eval divergence --out runs/layers
 
   torchrun --nproc-per-node 8 -m quantdiff sweep my/model --eval perplexity --out runs/many
 """
@@ -75,7 +80,8 @@ def sweep(
         typer.Option(
             "--scheme",
             help="Sites together, by a short name: W8A8, W4g64A16+KV4, W8A8+L6. W weights, A "
-            "linear inputs, KV keys and values, L logits, P maps, H hidden states.",
+            "linear inputs, KV keys and values (KV4r128: the newest 128 tokens as they are), L "
+            "logits, P maps, H hidden states.",
             show_default=False,
         ),
     ] = [],  # noqa: B006
@@ -91,7 +97,8 @@ def sweep(
         list[str],
         typer.Option(
             "--range",
-            help="dynamic, or static for attention_logits: absmax, percentile[:P], mse, entropy.",
+            help="dynamic, or static: absmax, percentile[:P], mse, entropy; not for weights and "
+            "attention_maps.",
         ),
     ] = ["dynamic"],  # noqa: B006
     granularities: Annotated[
@@ -114,6 +121,34 @@ def sweep(
         int | None,
         typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
     ] = None,
+    remedies: Annotated[
+        list[str],
+        typer.Option(
+            "--remedy",
+            help="none, smooth[:ALPHA] (SmoothQuant), rotate (the residual stream), gptq (the "
+            "weights), or sums such as rotate+gptq; calibrated on corpus:train.",
+        ),
+    ] = ["none"],  # noqa: B006
+    per_layer: Annotated[
+        bool,
+        typer.Option("--per-layer", help="Quantize one layer at a time, and rank the layers."),
+    ] = False,
+    per_head: Annotated[
+        bool,
+        typer.Option(
+            "--per-head",
+            help="Quantize one head of a layer at a time, of logits, maps, keys or values.",
+        ),
+    ] = False,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget",
+            help="With --per-layer: share bits out so that the average layer has at most so many, "
+            "and measure that beside the same bits everywhere.",
+            show_default=False,
+        ),
+    ] = None,
     tables: Annotated[
         list[Path],
         typer.Option(
@@ -125,7 +160,10 @@ def sweep(
     ] = [],  # noqa: B006
     calibration_tokens: Annotated[
         int,
-        typer.Option("--calibration-tokens", help="Tokens to calibrate on without --table."),
+        typer.Option(
+            "--calibration-tokens",
+            help="Tokens to calibrate remedies on, and ranges without --table.",
+        ),
     ] = 16384,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Sequences in a pass; changes no result.")
@@ -146,39 +184,68 @@ def sweep(
     from quantdiff.analysis.sweep import SweepResults, make_grid
     from quantdiff.analysis.sweep import sweep as run
     from quantdiff.analysis.sweep.distributed import is_first
+    from quantdiff.analysis.sweep.mixed import check_budget, plan_bits
+    from quantdiff.analysis.sweep.sensitivities import sensitivities
+    from quantdiff.errors import UsageError
     from quantdiff.quantization import schemes
 
-    named = [schemes(name) for name in _listed(together)]
-    widths = _listed(bits or ["16" if named else "16,8,6,4"])
+    named = [schemes(name) for name in common.listed(together)]
+    widths = common.listed(bits or ["16" if named else "16,8,6,4"])
     grid = make_grid(
-        bits=_whole_numbers(widths), ranges=_listed(ranges),
-        granularities=_listed(granularities) or [""], sites=_listed(sites),
+        bits=_whole_numbers(widths), ranges=common.listed(ranges),
+        granularities=common.listed(granularities) or [""], sites=common.listed(sites),
         symmetric=(True, False) if asymmetric else (True,),
     )  # fmt: skip
+    wanted: list[Sequence[Scheme]] = [*([scheme] for scheme in grid.schemes), *named]
+    each = _each(per_layer=per_layer, per_head=per_head, budget=budget)
+    if budget is not None:
+        check_budget(wanted, budget)
     first = is_first()
     quiet = as_json or not first
     if quiet:
         common.silence_libraries()
     if first:
         for sentence in grid.notes:
-            _note(sentence)
-        for name, together_ in zip(_listed(together), named, strict=True):
-            _note(f"{name}: {'; '.join(map(_in_words, together_)) or 'not quantized'}")
+            note(sentence)
+        for name, together_ in zip(common.listed(together), named, strict=True):
+            note(f"{name}: {'; '.join(map(_in_words, together_)) or 'not quantized'}")
+    plans: list[Plan] = []
+    asked: set[str] = set()
     stopped = False
     with (
         common.warnings_as_notes(),
         common.interruptible() as stop,
-        _cell_progress(quiet=quiet) as progress,
+        cell_progress(quiet=quiet) as progress,
     ):
-        try:
-            results = run(
-                models, [*grid.schemes, *named], evaluations, out=out,
-                text=Text(data, tokens, seq_len), tables=tables,
-                calibration_tokens=calibration_tokens, batch_size=batch_size, overwrite=overwrite,
-                dtype=dtype, device=device, attention=attention,
-                trust_remote_code=trust_remote_code, command=common.command_line(),
-                note=_note, progress=progress, stop=stop,
+
+        def compute(
+            models: list[str], wanted: "Sequence[Sequence[Scheme]]", **more: Any
+        ) -> "SweepResults":
+            found = run(
+                models, wanted, evaluations, out=out, text=Text(data, tokens, seq_len),
+                calibration_tokens=calibration_tokens, batch_size=batch_size, dtype=dtype,
+                device=device, attention=attention, trust_remote_code=trust_remote_code,
+                command=common.command_line(), note=note, progress=progress, stop=stop, **more,
             )  # fmt: skip
+            asked.update(found.record["asked"])
+            return found
+
+        try:
+            results = compute(
+                models, wanted, tables=tables, remedies=common.listed(remedies), each=each,
+                overwrite=overwrite,
+            )  # fmt: skip
+            if each is not None and not results.failed and not sensitivities(results):
+                raise UsageError(
+                    f"nothing that {', '.join(evaluations)} measures tells which {each} costs the "
+                    "most: add --eval divergence or --eval perplexity"
+                )
+            if budget is not None:
+                plans = [
+                    plan_bits(one, budget) for one in sensitivities(results) if not one.of_heads
+                ]
+            for plan in plans:
+                results = compute([plan.sensitivity.model], plan.wanted)
         except Stopped:
             stopped = True
     if not first:
@@ -187,18 +254,21 @@ def sweep(
         if not (out / "sweep.json").exists():  # stopped before the first cell
             raise typer.Exit(130)
         results = SweepResults.load(out)
-    _show(results, published=published, as_json=as_json)
+    show_sweep(results, plans, published=published, as_json=as_json)
     if stopped:
         raise typer.Exit(130)
-    asked = set(results.record["asked"])
     if any(row["cell"] in asked for row in results.failed):
         raise typer.Exit(1)
 
 
-def _listed(values: list[str]) -> list[str]:
-    """The entries of an option that takes lists with commas and may repeat, each once."""
-    entries = [entry.strip() for value in values for entry in value.split(",")]
-    return list(dict.fromkeys(entry for entry in entries if entry))
+def _each(*, per_layer: bool, per_head: bool, budget: float | None) -> str | None:
+    from quantdiff.errors import UsageError
+
+    if per_layer and per_head:
+        raise UsageError("--per-layer and --per-head are two sweeps: run one after the other")
+    if budget is not None and not per_layer:
+        raise UsageError("--budget shares bits out by what layers cost: add --per-layer")
+    return "layer" if per_layer else "head" if per_head else None
 
 
 def _whole_numbers(entries: list[str]) -> list[int]:
@@ -214,83 +284,3 @@ def _in_words(scheme: "Scheme") -> str:
     """What stands behind a part of a short name."""
     grid = "symmetric" if scheme.symmetric else "asymmetric"
     return f"{scheme.site} {scheme.bits} bits, {scheme.range}, {scheme.granularity}, {grid}"
-
-
-def _note(sentence: str) -> None:
-    sys.stderr.write(f"note: {sentence}\n")
-
-
-def _show(results: "SweepResults", *, published: bool, as_json: bool) -> None:
-    """Write the figures, and print the tables or JSON."""
-    from rich.console import Console
-
-    from quantdiff.analysis.sweep import save_sweep_figures, sweep_report
-    from quantdiff.analysis.sweep.figure import has_accuracy
-
-    if published and not has_accuracy(results):
-        _note("no accuracy was measured that the published Figure 8 could be drawn beside")
-    save_sweep_figures(results, results.folder / "figures", published=published)
-    if as_json:
-        content = {
-            "folder": str(results.folder),
-            "models": results.record["models"],
-            "cells": len(results.record["cells"]),
-            "missing": results.missing,
-            "results": results.rows,
-        }
-        print(json.dumps(content, ensure_ascii=False, allow_nan=False))
-        return
-    console = Console()
-    for part in sweep_report(results):
-        console.print(part)
-    console.print(f"written to {results.folder}", markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _cell_progress(*, quiet: bool) -> Iterator[Callable[["Progress"], None]]:
-    """A bar over cells with the time left, on stderr; in a log, a line a finished cell.
-
-    Yields:
-        A function to be told where the sweep stands.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
-    from rich.progress import Progress as Bar
-    from rich.text import Text
-
-    class Left(ProgressColumn):
-        """Time left, as the sweep reckons it: cells of different kinds take different times."""
-
-        def render(self, task: Task) -> Text:
-            return Text(task.fields["left"], style="progress.remaining")
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
-        TextColumn("{task.fields[cells]}"), Left(),
-    )  # fmt: skip
-    on_screen = console.is_terminal and not quiet
-    told = -1
-    with Bar(*columns, console=console, disable=not on_screen) as bar:
-        task = bar.add_task("opening the models", total=None, cells="", left="")
-
-        def tell(now: "Progress") -> None:
-            nonlocal told
-            cells, left = f"{int(now.done):,} of {now.total:,} cells", _duration(now.left)
-            bar.update(
-                task, total=now.total, completed=now.done, description=now.doing, cells=cells,
-                left=left,
-            )  # fmt: skip
-            if not quiet and not on_screen and int(now.done) > told:
-                told = int(now.done)
-                console.print(f"{cells}, {left}: {now.doing}", markup=False, soft_wrap=True)
-
-        yield tell
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "time left unknown"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} left"

@@ -74,7 +74,7 @@ COSTS = st.lists(
 def test_the_budget_is_kept_and_the_way_goes_down(costs, budget):
     widths = (8, 4, 2)
     found = Sensitivity(
-        SCHEME, {n: dict(zip(widths, by, strict=True)) for n, by in enumerate(costs)}
+        (SCHEME,), {n: dict(zip(widths, by, strict=True)) for n, by in enumerate(costs)}
     )
     way = share_out(found, budget)
     assert way[-1].average <= budget + 1e-9
@@ -91,7 +91,8 @@ def test_the_budget_is_kept_and_the_way_goes_down(costs, budget):
         # None costs less with as few bits.
         least = min(cost for other, cost in every.items() if sum(other) <= sum(bits))
         assert x.expected == pytest.approx(least)
-        layers = [n for scheme in x.schemes() for n in scheme.layers]
+        every_layer = tuple(range(len(costs)))
+        layers = [n for scheme in x.schemes() for n in scheme.layers or every_layer]
         assert sorted(layers) == list(range(len(costs)))
     affordable = [cost for bits, cost in every.items() if sum(bits) <= budget * len(costs) + 1e-9]
     assert way[-1].expected == pytest.approx(min(affordable))
@@ -99,7 +100,7 @@ def test_the_budget_is_kept_and_the_way_goes_down(costs, budget):
 
 def test_ranks_share_their_places():
     def measured(*costs):
-        return Sensitivity(SCHEME, {n: {4: c} for n, c in enumerate(costs)})
+        return Sensitivity((SCHEME,), {n: {4: c} for n, c in enumerate(costs)})
 
     assert measured(1, 2, 3, 4).correlation(measured(4, 3, 2, 1), 4) == pytest.approx(-1)
     a, b = [0, 1.5, 1.5, 3], [1, 0, 2, 3]
@@ -108,7 +109,7 @@ def test_ranks_share_their_places():
 
 
 def test_bad_input():
-    found = Sensitivity(SCHEME, {0: {8: 0.0, 4: 1.0}})
+    found = Sensitivity((SCHEME,), {0: {8: 0.0, 4: 1.0}})
     with pytest.raises(UsageError, match="a budget of 3 bits is below the fewest"):
         share_out(found, 3)
     with pytest.raises(UsageError, match="needs the same layers"):

@@ -233,3 +233,75 @@ def test_sites_together_by_short_names(small, tmp_path):
 def test_short_names_that_are_none(small):
     refused(small("--scheme", "W0A8"), "W0 in 'W0A8': bits are 2 to 8")
     refused(small("--scheme", "Q4"), "unknown short name 'Q4'")
+
+
+def test_remedies_on_one_table(small, tmp_path):
+    code, shown, err = small(
+        "--scheme", "W4A4,KV4", "--remedy", "none,smooth:0.5", "--remedy", "gptq",
+        "--eval", "divergence",
+    )  # fmt: skip
+    assert code == 0
+    assert "note: left out: gptq with KV4: gptq rounds weights" in err
+    for words in ("W4A4", "smooth:0.5", "gptq", "KV4"):
+        assert words in shown
+    results = SweepResults.load(tmp_path / "out")
+    told = [row["options"].get("remedy") for row in results.rows if row["metric"] == "kl"]
+    assert told == [None, None, None, "smooth:0.5", "smooth:0.5", "gptq"]
+    commands = results.record["commands"]
+    assert "--remedy gptq" in commands[0]
+    refused(small("--scheme", "W4A4", "--remedy", "cure"), "unknown remedy 'cure'")
+
+
+def test_layers_ranked_and_bits_shared_out(small, tmp_path):
+    arguments = (
+        "--scheme", "W8A16,W4A16,W3A16", "--per-layer", "--budget", "6", "--eval", "divergence"
+    )  # fmt: skip
+    code, shown, _ = small(*arguments)
+    assert code == 0
+    assert "weights, dynamic, channel, layer by layer · kl (divergence)" in shown
+    assert "at most 6 bits on average" in shown
+    assert "mixed" in shown
+    figures = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert {"layers.png", "layers.svg", "layers.csv", "mixed.png", "mixed.csv"} <= figures
+    code, out, _ = small(*arguments, "--json")
+    assert code == 0
+    told = json.loads(out)
+    (ranking,), (plan,) = told["rankings"], told["plans"]
+    assert sorted(ranking["ranking"]["3"]) == [0, 1]
+    assert ranking["costs"]["3"] == sorted(ranking["costs"]["3"], reverse=True)
+    assert plan["budget"] == 6
+    assert sum(plan["bits"]) / 2 == plan["average"] <= 6
+    assert plan["uniform"] == 4
+    assert plan["measured"] <= plan["uniform_measured"]
+    assert told["missing"] == 0
+
+
+def test_nothing_to_rank_layers_by(small):
+    refused(small("--bits", "4", "--per-layer", "--eval", "noise"), "noise", "--eval divergence")
+
+
+def test_heads_ranked(small, tmp_path):
+    code, shown, _ = small(
+        "--site", "keys,attention_logits", "--bits", "4", "--per-head", "--eval", "divergence"
+    )
+    assert code == 0
+    assert "keys, dynamic, token, head by head" in shown
+    assert "attention logits, dynamic, tensor, head by head" in shown
+    assert len(SweepResults.load(tmp_path / "out").record["cells"]) == 1 + 2 * (2 + 4)
+    assert (tmp_path / "out" / "figures" / "heads-2.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--per-layer", "--per-head"), ("two sweeps",)),
+        (("--budget", 4), ("--per-layer",)),
+        (("--per-layer", "--budget", 3), ("3 bits is below", "4")),
+        (("--per-head", "--site", "weights"), ("weights have no heads",)),
+        (("--per-layer", "--remedy", "rotate"), ("without remedies",)),
+        (("--per-layer", "--bits", 16), ("no scheme",)),
+    ],
+)
+def test_what_does_not_go_layer_by_layer(small, arguments, words, tmp_path):
+    refused(small(*arguments), *words)
+    assert not (tmp_path / "out").exists()

@@ -76,7 +76,7 @@ class Counted:
         sums = np.array(sums)
         error = float(sums.std() / len(sums) ** 0.5)
         return Outcome(
-            (Metric("size", float(sums.mean()), error, len(sums)),
+            (Metric("perplexity", float(sums.mean()), error, len(sums)),
              Metric("largest", float(sums.max()), None, len(sums))),
             {"size": sums},
         )  # fmt: skip

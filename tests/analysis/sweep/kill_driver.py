@@ -1,7 +1,8 @@
-"""Kill a sweep ten times, and run it once without; children are forked, for imports take seconds.
+"""Kill a sweep some times, and run it once without; children are forked, for imports take seconds.
 
-python -m tests.analysis.sweep.kill_driver MODEL TEXT FOLDER: results in FOLDER/killed and /whole,
-and on stdout a JSON list of what each life found finished, began, and left finished.
+python -m tests.analysis.sweep.kill_driver KIND TEXT FOLDER MODEL…: results in FOLDER/killed and
+/whole, and on stdout a JSON list of what each life found finished, began, and left finished. KIND
+is `ranges`, two evaluations of one model, or `sites`, six sites of each model.
 """
 
 import json
@@ -20,16 +21,27 @@ from quantdiff.analysis.sweep import make_grid, sweep
 from quantdiff.analysis.sweep.results import ResultsFile
 from tests.analysis.sweep import counted
 
-KILLS = 10
+KILLS = {"ranges": 10, "sites": 3}
+GRIDS = {
+    "ranges": {
+        "bits": (16, 8, 6, 5, 4, 3), "ranges": ("dynamic", "absmax"),
+        "granularities": ("tensor", "head"),
+    },
+    "sites": {
+        "bits": (8, 6, 4),
+        "sites": ("weights", "linear_inputs", "keys", "values", "attention_maps", "hidden_states"),
+    },
+}  # fmt: skip
+# Cells that a life finishes before it is killed, by chance.
+STEPS = {"ranges": (0, 0, 1, 1, 2), "sites": (10, 16)}
+TOKENS = {"ranges": 72, "sites": 24}
+EVALUATIONS = {"ranges": ("counted", "perplexity"), "sites": ("counted",)}
 
 
-def run(model, text, out):
-    grid = make_grid(
-        bits=(16, 8, 6, 5, 4, 3), ranges=("dynamic", "absmax"), granularities=("tensor", "head")
-    )
+def run(kind, models, text, out):
     results = sweep(
-        [model], grid.schemes, ["counted", "perplexity"], out=out, text=Text(text, 72, 24),
-        calibration_tokens=96, device="cpu",
+        models, make_grid(**GRIDS[kind]).schemes, EVALUATIONS[kind], out=out,
+        text=Text(text, TOKENS[kind], 24), calibration_tokens=96, device="cpu",
     )  # fmt: skip
     assert results.failed == []
 
@@ -48,7 +60,7 @@ def child(work):
 
 
 def cells(path):
-    """How many cells are written; both evaluations have two metrics."""
+    """How many cells are written; the evaluations have two metrics each."""
     return path.read_bytes().count(b"\n") // 2 if path.exists() else 0
 
 
@@ -59,7 +71,7 @@ def words(log, identity):
     return [word for owner, word in lines if owner == str(identity)]
 
 
-def main(model, text, folder):
+def main(kind, text, folder, models):
     counted.register()
     os.environ["COUNTED_SLEEP"] = "0.01"
     log, out = folder / "log", folder / "killed"
@@ -67,17 +79,19 @@ def main(model, text, folder):
     torch.set_num_threads(1)  # a team of threads does not survive a fork
     # Nor does the lock of progress bars, which a killed child may hold for ever.
     disable_progress_bar()
-    run(model, text, folder / "whole")  # in this process, so that all is imported when it forks
+    run(
+        kind, models, text, folder / "whole"
+    )  # in this process, so that all is imported when it forks
     chance, lives = random.Random(0), []
     results = ResultsFile(out)
     while True:
         before = results.finished()
-        identity = child(lambda: run(model, text, out))
-        last = len(lives) == KILLS
+        identity = child(lambda: run(kind, models, text, out))
+        last = len(lives) == KILLS[kind]
         ended, status = 0, 0
         if not last:
             # Anywhere: while it opens the model, calibrates, computes or writes.
-            enough = len(before) + chance.choice((0, 0, 1, 1, 2))
+            enough = len(before) + chance.choice(STEPS[kind])
             while not ended and cells(results.path) < enough:
                 time.sleep(0.005)
                 ended, status = os.waitpid(identity, os.WNOHANG)
@@ -96,4 +110,4 @@ def main(model, text, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

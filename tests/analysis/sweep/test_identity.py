@@ -1,8 +1,16 @@
+import hashlib
+import json
+
 import pytest
 import torch
 
 from quantdiff import Scheme, calibrate
-from quantdiff.analysis.sweep.identity import cell_id, model_fingerprint, table_fingerprint
+from quantdiff.analysis.sweep.identity import (
+    cell_id,
+    deciding_versions,
+    model_fingerprint,
+    table_fingerprint,
+)
 from quantdiff.calibration import CalibrationTable
 from quantdiff.models import load
 from tests.tiny import save_tiny, tiny_ids, tiny_llama, tiny_tokenizer
@@ -25,11 +33,29 @@ PARTS = {
         {"schemes": [Scheme("attention_logits", 4, symmetric=False)]},
         {"schemes": [Scheme("attention_logits", 4, granularity="row")]},
         {"calibration": "c"},
+        {"schemes": [Scheme("attention_logits", 4, heads=(0,))]},
+        {"remedy": ("rotate", None)},
     ],
 )
 def test_every_part_decides(change):
     assert cell_id(**PARTS) == cell_id(**PARTS)
     assert cell_id(**PARTS | change) != cell_id(**PARTS)
+
+
+def test_results_from_before_there_were_newest_tokens_heads_and_remedies_count():
+    """A hash of a cell of the first version: without these entries it was made of the others."""
+    scheme = Scheme("keys", 4)
+    entries = (
+        "site", "bits", "range", "granularity", "symmetric", "layers"
+    )  # fmt: skip
+    content = {name: PARTS[name] for name in PARTS if name != "schemes"} | {
+        "schemes": [{name: getattr(scheme, name) for name in entries}],
+        "versions": deciding_versions(),
+    }
+    before = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    assert before.startswith(cell_id(**PARTS | {"schemes": [scheme]}))
+    newer = [Scheme("keys", 4, newest=8)]
+    assert not before.startswith(cell_id(**PARTS | {"schemes": newer}))
 
 
 class TestModel:

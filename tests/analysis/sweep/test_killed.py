@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from quantdiff.analysis.sweep import SweepResults, make_grid, sweep
+from tests.analysis.sweep.kill_driver import KILLS
+from tests.tiny import save_tiny, tiny_diff_v2, tiny_llama
 
 ROOT = Path(__file__).parents[3]
 PATIENCE = 300  # seconds
@@ -57,11 +59,38 @@ def assert_same(a, b):
             np.testing.assert_array_equal(array, items_b[cell][name])
 
 
-def test_ten_kills_lose_and_repeat_nothing(folders, text, tmp_path):
-    output = python("tests.analysis.sweep.kill_driver", folders[0], text.source, tmp_path)
+@pytest.fixture(scope="session")
+def four(folders, tmp_path_factory):
+    """Four models: a Transformer of each of two seeds, a DiffLlama, a DIFF V2."""
+    top = tmp_path_factory.mktemp("four")
+    made = {"seed": tiny_llama(seed=1), "v2": tiny_diff_v2()}
+    return [*folders, *(str(save_tiny(top / name, model)) for name, model in made.items())]
+
+
+def killed(kind, models, text, folder):
+    """What each life did; all but the last were killed, and nothing was lost."""
+    output = python("tests.analysis.sweep.kill_driver", kind, text.source, folder, *models)
     lives = json.loads(output.splitlines()[-1])
-    assert [life["killed"] for life in lives] == [True] * 10 + [False]
-    assert_same(tmp_path / "killed", tmp_path / "whole")
+    assert [life["killed"] for life in lives] == [True] * KILLS[kind] + [False]
+    assert_same(folder / "killed", folder / "whole")
+    assert sum(len(life["left"]) > len(life["finished"]) for life in lives) > KILLS[kind] / 3
+    assert not list((folder / "killed").rglob(".*"))
+    return lives
+
+
+def test_six_sites_of_four_models_at_three_widths_resume(four, text, tmp_path):
+    lives = killed("sites", four, text, tmp_path)
+    results = SweepResults.load(tmp_path / "killed")
+    assert len(results.record["cells"]) == 6 * 3 * 4
+    assert results.missing == 0
+    assert results.models == four
+    begun = [life["words"].count("run") for life in lives]
+    assert all(begun)
+    assert 72 <= sum(begun) <= 72 + KILLS["sites"]
+
+
+def test_ten_kills_lose_and_repeat_nothing(folders, text, tmp_path):
+    lives = killed("ranges", folders[:1], text, tmp_path)
     counted = {
         row["cell"]
         for row in SweepResults.load(tmp_path / "whole").rows
@@ -75,8 +104,6 @@ def test_ten_kills_lose_and_repeat_nothing(folders, text, tmp_path):
         begun, new = life["words"].count("run"), len(counted & (left - before))
         assert begun - new in ((0, 1) if life["killed"] else (0,))
         assert life["words"].count("prepare") <= 1
-    assert sum(len(life["left"]) > len(life["finished"]) for life in lives) > 3
-    assert not list((tmp_path / "killed").rglob(".*"))
 
 
 def test_two_processes_of_torchrun_are_as_one(folders, text, tmp_path):

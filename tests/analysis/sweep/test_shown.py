@@ -15,6 +15,7 @@ from quantdiff.analysis.sweep import (
     sweep_figure_data,
     sweep_report,
 )
+from quantdiff.analysis.sweep.lines import lines, measures, way_label
 from tests.analysis.sweep.conftest import row, write_sweep
 
 WAYS = [
@@ -115,7 +116,62 @@ class TestTable:
             assert line.split()[1:] == [f"{value:.3f}" for value in values.values()]
 
 
+def together(number, range_="dynamic", granularity="token", symmetric=True):
+    """A line of weights and inputs at 8 bits."""
+    schemes = [
+        {"site": "linear_inputs", "bits": 8, "range": range_, "granularity": granularity,
+         "symmetric": symmetric},
+        {"site": "weights", "bits": 8, "range": "dynamic", "granularity": "group:64",
+         "symmetric": True},
+    ]  # fmt: skip
+    rest = {"site": "linear_inputs+weights", "scheme": "W8g64A8", "options": {"schemes": schemes}}
+    return row(f"c{number}", "m", bits=8, value=10.0 + number, **rest)
+
+
+TOGETHER = {
+    "W8g64A8": ("dynamic", "token", True),
+    "W8g64A8, linear inputs tensor": ("dynamic", "tensor", True),
+    "W8g64A8, linear inputs mse tensor asymmetric": ("mse", "tensor", False),
+}
+
+
+class TestSchemesTogether:
+    def test_of_one_short_name_are_lines_of_their_own(self, results):
+        rows = [row("fp", "m"), *(together(n, *way) for n, way in enumerate(TOGETHER.values()))]
+        swept = results(rows)
+        (measure,) = measures(swept)
+        found = lines(swept, measure)
+        assert [way_label(line.way) for line in found] == list(TOGETHER)
+        assert [line.points[8]["value"] for line in found] == [10.0, 11.0, 12.0]
+
+    def test_are_drawn_side_by_side(self, results, tmp_path):
+        swept = results(
+            [row("fp", "m"), *(together(n, *way) for n, way in enumerate(TOGETHER.values()))]
+        )
+        data = sweep_figure_data(swept, "sites")
+        assert data.query("bits == 8")["value"].tolist() == [10.0, 11.0, 12.0]
+        assert tmp_path / "sites.csv" in save_sweep_figures(swept, tmp_path)
+
+
 class TestFigure:
+    def test_without_a_value_is_written_empty(self, results, tmp_path):
+        """Cells of one layer beside a model as it is that failed."""
+        failed = {"status": "error", "error": "no memory", "metric": None, "value": None,
+                  "stderr": None, "count": None}  # fmt: skip
+        layer = row("l", "m", ("dynamic", "tensor", True), 4)
+        layer["options"]["layers"] = [0]
+        swept = results([row("fp", "m") | failed, layer])
+        assert len(sweep_figure_data(swept)) == 0
+        assert tmp_path / "bits.csv" in save_sweep_figures(swept, tmp_path)
+
+    def test_the_paper_s_logits_stand_beside_logits_alone(self, results):
+        rows = made_up(["m"], WAYS[:1], ["acc"], "choice:b.jsonl")
+        weights = [{**line, "cell": f"w{line['cell']}", "site": "weights"} for line in rows[1:]]
+        swept = results([*rows, *weights])
+        for site, count in (("attention_logits", len(FIGURE_8)), ("weights", 0)):
+            (ax,) = self.axes(plot_sweep(swept, way={"site": site}, published=True))
+            assert sum(line.get_linestyle() == "--" for line in ax.lines) == count
+
     def axes(self, page):
         return [ax for ax in page.axes if ax.axison]
 
@@ -152,8 +208,8 @@ class TestFigure:
         swept = results(made_up(["plain", "diff"], WAYS))
         data = sweep_figure_data(swept)
         assert list(data.columns) == [
-            "evaluation", "metric", "model", "site", "range", "granularity", "symmetric", "bits",
-            "value", "stderr", "count",
+            "evaluation", "metric", "model", "site", "range", "granularity", "symmetric", "newest",
+            "schemes", "remedy", "bits", "value", "stderr", "count",
         ]  # fmt: skip
         assert len(data) == 8
         assert len(sweep_figure_data(swept, "ranges", model="diff")) == 16

@@ -347,6 +347,35 @@ class TestStaticRanges:
         small(folders, bits=(16, 4, 3), **options)
         assert times == [(f / "calibration.json").stat().st_mtime_ns for f in tables]
 
+    def test_it_calibrates_the_sites_that_are_asked_for(self, live, text, tmp_path, known):
+        out = tmp_path / "out"
+        schemes = [Scheme("attention_logits", 4, "absmax"), Scheme("keys", 4, "absmax", "channel")]
+        options = {"out": out, "text": text, "calibration_tokens": 96}
+        sweep([live], schemes[:1], ["counted"], **options)
+        (folder,) = (out / "calibration").iterdir()
+        before = CalibrationTable.load(folder)
+        assert before.more == {}
+        together = (*schemes, Scheme("linear_inputs", 8, "percentile:99.9"))
+        results = sweep([live], [*schemes, together], ["counted"], **options)
+        assert results.failed == []
+        after = CalibrationTable.load(folder)
+        assert list(after.more) == ["linear_inputs", "keys"]
+        assert all(
+            after.range(schemes[0], site.name)[1][0] == before.range(schemes[0], site.name)[1][0]
+            for site in before.sites
+        )
+
+    def test_a_table_without_a_site_is_refused_at_once(self, live, text, tmp_path, known):
+        model, tokenizer, _ = live
+        windows = quantdiff.calibration.text_windows("corpus:train", tokenizer, tokens=96,
+                                                     seq_len=24)  # fmt: skip
+        table = quantdiff.calibrate(model, windows, sites=("keys",))
+        schemes = [Scheme("keys", 4, "mse"), Scheme("values", 4, "mse")]
+        refused(
+            lambda: sweep([live], schemes, ["counted"], out=tmp_path, text=text, tables=[table]),
+            "no ranges of values", "--sites values",
+        )  # fmt: skip
+
     def test_another_calibration_is_another_sweep(self, small, live):
         options = {"ranges": ("absmax",), "calibration_tokens": 96}
         small([live], **options)

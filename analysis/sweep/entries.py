@@ -1,0 +1,133 @@
+"""What each cell of a sweep computes with: schemes, a remedy, a layer or a head alone."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from quantdiff.analysis.sweep.grid import Together, cells_of, short_name
+from quantdiff.errors import UsageError
+from quantdiff.hooks.found import Found
+from quantdiff.quantization.remedy import NONE, Remedy
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["EACH", "Entry", "check_each", "each_one", "entries_of"]
+
+EACH = ("layer", "head")
+
+# Site -> where a config tells how many heads it has.
+_HEADS = {
+    "attention_logits": "num_attention_heads",
+    "attention_maps": "num_attention_heads",
+    "keys": "num_key_value_heads",
+    "values": "num_key_value_heads",
+}
+
+
+class Entry(NamedTuple):
+    """What a cell computes with.
+
+    Attributes:
+        schemes: none for the model as it is.
+        remedy: what is done to the model before.
+    """
+
+    schemes: Together
+    remedy: Remedy = NONE
+
+
+def entries_of(
+    wanted: Iterable[Scheme | Iterable[Scheme]], remedies: Sequence[Remedy]
+) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    """All schemes with all remedies that go with them; the model as it is once, without any.
+
+    Args:
+        wanted: schemes, and schemes together.
+        remedies: at least one.
+
+    Returns:
+        The entries, each once, and a sentence for each combination that was left out.
+    """
+    entries: dict[Entry, None] = {}
+    notes: dict[str, None] = {}
+    for chosen, schemes in product(remedies, cells_of(wanted)):
+        if not schemes:
+            entries[Entry(schemes)] = None
+            continue
+        try:
+            if chosen != NONE and any(scheme.static for scheme in schemes):
+                raise UsageError("a static range is calibrated on the model without a remedy")
+            chosen.check(schemes)
+        except UsageError as error:
+            notes[f"left out: {chosen.name} with {short_name(schemes)}: {error}"] = None
+        else:
+            entries[Entry(schemes, chosen)] = None
+    return tuple(entries), tuple(notes)
+
+
+def check_each(entries: Sequence[Entry], each: str) -> None:
+    """Refuse what cannot be done layer by layer, or head by head.
+
+    Args:
+        entries: of a sweep.
+        each: one of `EACH`.
+
+    Raises:
+        UsageError: an unknown word, a scheme for some layers or heads already or for a site
+            without heads, query heads with key-value heads, or a remedy.
+    """
+    if each not in EACH:
+        raise UsageError(f"a sweep goes by each {' or '.join(EACH)}, not by each {each!r}")
+    if all(not entry.schemes for entry in entries):
+        raise UsageError(f"there is no scheme that could be tried {each} by {each}")
+    for entry in entries:
+        if entry.remedy != NONE:
+            raise UsageError(f"{each} by {each} goes without remedies: leave them out")
+        for scheme in entry.schemes:
+            if scheme.layers is not None or scheme.heads is not None:
+                raise UsageError(
+                    f"{each} by {each} takes schemes for all layers and heads, and one for "
+                    f"{scheme.site} is for some"
+                )
+            if each == "head" and scheme.site not in _HEADS:
+                raise UsageError(f"{scheme.site} have no heads; those are of {', '.join(_HEADS)}")
+        if each == "head" and len({_HEADS[scheme.site] for scheme in entry.schemes}) > 1:
+            raise UsageError(
+                f"{short_name(entry.schemes)} is for query heads and for key-value heads, which "
+                "are counted apart: name one kind at a time"
+            )
+
+
+def each_one(entries: Sequence[Entry], model: nn.Module, each: str) -> tuple[Entry, ...]:
+    """The model as it is, and every entry for one layer, or one head of a layer, at a time.
+
+    Args:
+        entries: as `check_each` lets them pass.
+        model: whose layers and heads they are.
+        each: one of `EACH`.
+
+    Raises:
+        UsageError: the model does not tell how many heads it has.
+    """
+    layers = len(Found(model, None).layers)
+    found = [Entry(())]
+    for entry in entries:
+        for layer in range(layers if entry.schemes else 0):
+            for heads in _heads(entry.schemes, model) if each == "head" else [None]:
+                own = tuple(replace(s, layers=(layer,), heads=heads) for s in entry.schemes)
+                found.append(entry._replace(schemes=own))
+    return tuple(found)
+
+
+def _heads(schemes: Together, model: nn.Module) -> Iterator[tuple[int, ...]]:
+    name = _HEADS[schemes[0].site]
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    count = getattr(config, name, None) or getattr(config, "num_attention_heads", None)
+    if not isinstance(count, int):
+        raise UsageError(
+            f"{type(model).__name__} does not tell how many heads it has: its config lacks {name}"
+        )
+    return ((head,) for head in range(count))

@@ -1,0 +1,196 @@
+"""What a sweep layer by layer, or head by head, says of each: from results to costs."""
+
+from dataclasses import replace
+from typing import Any
+
+from quantdiff.analysis.sensitivity import Place, Sensitivity
+from quantdiff.analysis.sweep.lines import Measure, measures
+from quantdiff.analysis.sweep.loaded import SweepResults
+from quantdiff.analysis.sweep.results import Row
+from quantdiff.errors import UsageError
+from quantdiff.quantization.scheme import Scheme
+
+__all__ = ["chosen_sensitivity", "cost_of", "schemes_of", "sensitivities", "sensitivity_name"]
+
+_MAIN = ("kl", "nll")  # whose increase is the cost, the first that was measured
+_LOWER = ("kl", "nll", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+_HIGHER = ("agreement", "exact", "exact_match", "f1")  # are better, as accuracies are
+_TOLD = ("site", "bits", "range", "granularity", "symmetric", "newest", "layers", "heads")
+_ANY = 8  # bits that stand for all
+
+
+def sensitivities(
+    results: SweepResults, *, evaluation: str | None = None, metric: str | None = None
+) -> list[Sensitivity]:
+    """All that were measured whole, by model and by the schemes that are used together.
+
+    Args:
+        results: of a sweep.
+        evaluation, metric: as in `Sensitivity.of`.
+
+    Returns:
+        One for each model, kind of place and template, in the order of the grid; those with a cell
+        that is missing or failed are left out.
+
+    Raises:
+        UsageError: there is no such metric.
+    """
+    rows = [row for row in _whole(results) if _place(row) is not None]
+    chosen = {
+        model: _cost_measure(results, [r for r in rows if r["model"] == model], evaluation, metric)
+        for model in dict.fromkeys(row["model"] for row in rows)
+    }
+    if chosen and not any(chosen.values()) and (evaluation or metric):
+        raise UsageError(
+            f"there are no costs by {metric or evaluation} in {results.folder}: it was not measured"
+        )
+    found: dict[Any, dict[Place, dict[int, float]]] = {}
+    failed = set()
+    for row in rows:
+        place, schemes, measure = _place(row), schemes_of(row), chosen[row["model"]]
+        if measure is None or row["eval"] != measure.evaluation or place is None:
+            continue
+        key = row["model"], isinstance(place, tuple), _template(schemes)
+        if row["status"] != "ok":
+            failed.add(key)
+        elif row["metric"] == measure.metric:
+            costs = found.setdefault(key, {}).setdefault(place, {})
+            costs[row["bits"]] = cost_of(results, row)
+    return [
+        Sensitivity(key[2], costs, key[0], measure.evaluation, measure.metric)
+        for key, costs in found.items()
+        if key not in failed and (measure := chosen[key[0]]) is not None
+    ]
+
+
+def _whole(results: SweepResults) -> list[Row]:
+    """The rows of requests of which no cell is missing, as far as that can be told."""
+    if not results.missing:
+        return results.rows
+    asked, done = set(results.record["asked"]), {row["cell"] for row in results.rows}
+    return [row for row in results.rows if row["cell"] in asked] if asked <= done else []
+
+
+def chosen_sensitivity(
+    results: SweepResults,
+    model: str | None,
+    site: str | None,
+    each: str | None,
+    evaluation: str | None,
+    metric: str | None,
+) -> Sensitivity:
+    """See `Sensitivity.of`."""
+    every = sensitivities(results, evaluation=evaluation, metric=metric)
+    fitting = [
+        one
+        for one in every
+        if model in (None, one.model)
+        and site in (None, "+".join(scheme.site for scheme in one.template))
+        and each in (None, "head" if one.of_heads else "layer")
+    ]
+    if not every and results.missing:
+        raise UsageError(
+            f"{results.missing} cells of {results.folder} are missing: let the sweep finish first"
+        )
+    if len(fitting) != 1:
+        known = "; ".join(f"{one.model}: {sensitivity_name(one)}" for one in every) or "none"
+        count = "no" if not fitting else f"{len(fitting)}"
+        raise UsageError(
+            f"{count} sensitivities of {results.folder} are what was asked for, and one is wanted; "
+            f"there are {known}"
+        )
+    return fitting[0]
+
+
+def sensitivity_name(one: Sensitivity) -> str:
+    """In a few words, such as `weights, dynamic, channel, layer by layer`."""
+    sites = " and ".join(scheme.site.replace("_", " ") for scheme in one.template)
+    words = [sites]
+    for name in ("range", "granularity"):
+        values = {getattr(scheme, name) for scheme in one.template}
+        words += values if len(values) == 1 else []
+    if not any(scheme.symmetric for scheme in one.template):
+        words.append("asymmetric")
+    newest = {scheme.newest for scheme in one.template}
+    if len(newest) == 1 and newest != {0}:
+        words.append(f"newest {newest.pop()} exact")
+    words.append("head by head" if one.of_heads else "layer by layer")
+    return ", ".join(words)
+
+
+def _cost_measure(
+    results: SweepResults, rows: list[Row], evaluation: str | None, metric: str | None
+) -> Measure | None:
+    """Whose numbers in some rows are the costs; None where nothing measured there is one.
+
+    Raises:
+        UsageError: the metric that is asked for is none of which it is known whether more is worse.
+    """
+    there = {(row["eval"], row["metric"]) for row in rows if row["status"] == "ok"}
+    known = [
+        measure
+        for measure in measures(results)
+        if (measure.evaluation, measure.metric) in there
+        and evaluation in (None, measure.evaluation)
+        and metric in (None, measure.metric)
+    ]
+    if metric is None:
+        main = [m for name in _MAIN for m in known if m.metric == name]
+        known = main or [m for m in known if _sign(m) is not None]
+    elif known and _sign(known[0]) is None:
+        raise UsageError(f"{metric} is no cost: whether more of it is worse is not known; take kl")
+    return known[0] if known else None
+
+
+def _sign(measure: Measure) -> int | None:
+    """1 where more is worse, -1 where it is better, None where neither is known."""
+    name = measure.metric.rpartition(":")[2].partition(",")[0]
+    if measure.is_accuracy or name in _HIGHER:
+        return -1
+    return 1 if name in _LOWER else None
+
+
+def cost_of(results: SweepResults, row: Row) -> float:
+    """How much worse a finished row's value is than that of the model as it is.
+
+    Raises:
+        UsageError: the model was not measured as it is.
+    """
+    if row["metric"] == "kl":
+        return float(row["value"])
+    for other in results.rows:
+        same = all(other[name] == row[name] for name in ("model", "eval", "metric"))
+        if same and other["site"] is None:
+            sign = _sign(Measure(row["eval"], row["metric"]))
+            assert sign is not None
+            return sign * (float(row["value"]) - float(other["value"]))
+    raise UsageError(
+        f"{row['model']} was not measured as it is by {row['eval']}: add 16 bits to the sweep"
+    )
+
+
+def schemes_of(row: Row) -> tuple[Scheme, ...]:
+    """The schemes of a cell, from its line."""
+    told = row["options"].get("schemes")
+    if told is None:
+        told = [row | row["options"]] if row["site"] is not None else []
+    return tuple(Scheme(**{name: one[name] for name in _TOLD if name in one}) for one in told)
+
+
+def _place(row: Row) -> Place | None:
+    """The one layer, or the one head, that a cell is for."""
+    schemes = schemes_of(row)
+    if len({(scheme.layers, scheme.heads) for scheme in schemes}) != 1:
+        return None
+    layers, heads = schemes[0].layers, schemes[0].heads
+    if layers is None or len(layers) > 1 or (heads is not None and len(heads) > 1):
+        return None
+    return layers[0] if heads is None else (layers[0], heads[0])
+
+
+def _template(schemes: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
+    """For all layers and heads, at any bits where all have the same."""
+    same = len({scheme.bits for scheme in schemes}) == 1
+    return tuple(
+        replace(s, layers=None, heads=None, bits=_ANY if same else s.bits) for s in schemes
+    )

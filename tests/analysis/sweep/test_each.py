@@ -1,0 +1,327 @@
+"""Layer by layer, head by head: cells, rankings, and bits shared out under a budget."""
+
+import io
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from quantdiff import Scheme, UsageError, fake_quantize
+from quantdiff.analysis.evaluation import Text, evaluation
+from quantdiff.analysis.sensitivity import Sensitivity, measure_sensitivity, share_out
+from quantdiff.analysis.sweep import SweepResults, make_grid, sweep, sweep_report
+from quantdiff.analysis.sweep.mixed import (
+    check_budget,
+    mixed_table,
+    plan_bits,
+    plot_plan,
+    save_plan_figures,
+)
+from quantdiff.analysis.sweep.ranking import (
+    plot_sensitivity,
+    ranking_table,
+    save_sensitivity_figures,
+)
+from quantdiff.analysis.sweep.sensitivities import sensitivities, sensitivity_name
+from quantdiff.quantization import schemes
+from tests.tiny import tiny_diffllama, tiny_llama, tiny_tokenizer
+
+LAYERS = 3
+WEIGHTS = [schemes(name) for name in ("W8A16", "W4A16", "W3A16")]
+
+
+@pytest.fixture
+def run(text, tmp_path):
+    def run(models, wanted, each, *, evaluations=("divergence",), **options):
+        options = {"out": tmp_path / "out", "text": text} | options
+        return sweep(models, wanted, evaluations, each=each, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Three layers, the last of which adds little."""
+    made = tiny_llama(num_hidden_layers=LAYERS, seed=4)
+    with torch.no_grad():
+        for module in (made.model.layers[2].mlp.down_proj, made.model.layers[2].self_attn.o_proj):
+            module.weight *= 0.05
+    return made, tiny_tokenizer(), "live"
+
+
+def shown(part):
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(part)
+    return console.export_text()
+
+
+def test_each_layer_is_a_cell_and_costs_what_is_measured_alone(run, model, text, tmp_path):
+    results = run([model], WEIGHTS, "layer")
+    assert results.failed == []
+    assert len(results.record["cells"]) == 1 + len(WEIGHTS) * LAYERS
+    alone = evaluation("divergence", model[0], model[1], text)
+    alone.prepare(tmp_path, batch_size=1)
+
+    def cost(chosen):
+        outcome = alone.run(lambda: fake_quantize(model[0], *chosen), batch_size=1)
+        return outcome.metrics[0].value
+
+    expected = measure_sensitivity(cost, WEIGHTS[0], LAYERS, (8, 4, 3))
+    found = Sensitivity.of(results)
+    assert found.bits == [8, 4, 3]
+    for layer, bits in itertools.product(range(LAYERS), found.bits):
+        assert found.costs[layer][bits] == pytest.approx(expected.costs[layer][bits], rel=1e-6)
+    assert found.ranking(3) == expected.ranking(3)
+    assert found.ranking(3)[-1] == 2
+    assert found.cost == "kl (divergence)"
+    # From the disk, by name; nothing is computed a second time.
+    again = Sensitivity.of(
+        SweepResults.load(tmp_path / "out"), model="live", site="weights", each="layer"
+    )
+    assert again == found
+    assert again.correlation(found, 4) == pytest.approx(1)
+    notes, doing = [], []
+    options = {"note": notes.append, "progress": lambda now: doing.append(now.doing)}
+    run([model], WEIGHTS[:1], "layer", **options)
+    assert notes == ["4 of 4 cells are finished already"]
+    run([model], [schemes("W2A16")], "layer", **options)
+    assert "live · divergence · W2 dynamic channel layer 2" in doing
+
+
+def test_sites_together_and_other_metrics(run, model):
+    wanted = [schemes("KV4"), schemes("KV2"), schemes("W3A4")]
+    results = run([model], wanted, "layer", evaluations=("perplexity", "divergence"))
+    every = {sensitivity_name(one): one for one in sensitivities(results)}
+    kv, mixed = every
+    assert kv == "keys and values, dynamic, token, asymmetric, layer by layer"
+    assert mixed == "weights and linear_inputs, dynamic, layer by layer".replace("_", " ")
+    assert every[kv].bits == [4, 2]
+    assert every[mixed].bits == [3]
+    (plain,) = (
+        row["value"] for row in results.rows
+        if row["site"] is None and row["eval"] == "perplexity" and row["metric"] == "nll"
+    )  # fmt: skip
+    by_nll = Sensitivity.of(results, site="keys+values", evaluation="perplexity")
+    assert by_nll.cost == "nll, worse by (perplexity)"
+    for row in results.rows:
+        if row["eval"] == "perplexity" and row["metric"] == "nll" and row["site"] == "keys+values":
+            (layer,) = row["options"]["schemes"][0]["layers"]
+            assert by_nll.costs[layer][row["bits"]] == row["value"] - plain
+    # What is better the higher it is costs the fewer the less it falls.
+    agreement = Sensitivity.of(results, site="keys+values", metric="agreement")
+    assert all(0 <= cost <= 1 for by in agreement.costs.values() for cost in by.values())
+    assert max(agreement.costs[0].values()) > 0
+    with pytest.raises(UsageError, match="sites of other bits each"):
+        plan_bits(every[mixed], 4)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_diffllama])
+@pytest.mark.parametrize(
+    ("site", "count"), [("attention_logits", 4), ("attention_maps", 4), ("keys", 2), ("values", 2)]
+)
+def test_each_head_is_a_cell(run, build, site, count, tmp_path):
+    live = build(), tiny_tokenizer(), "live"
+    results = run([live], make_grid(bits=(4, 2), sites=(site,)).schemes, "head")
+    assert results.failed == []
+    found = Sensitivity.of(results)
+    assert found.of_heads
+    assert set(found.costs) == set(itertools.product(range(2), range(count)))
+    assert all(cost > 0 for by in found.costs.values() for cost in by.values())
+    assert len({by[2] for by in found.costs.values()}) == 2 * count
+    assert list(found.frame().columns) == ["layer", "head", "bits", "cost"]
+    with pytest.raises(UsageError, match="shared out among layers"):
+        share_out(found, 4)
+    assert f"{found.ranking(2)[0][1]}" in shown(ranking_table(found))
+
+
+def test_tables_and_figures(run, model, tmp_path):
+    results = run([model], WEIGHTS, "layer")
+    run([model], [schemes("K2"), schemes("K4")], "head")
+    results = SweepResults.load(tmp_path / "out")
+    # Its cells are no lines over bits.
+    assert "W3" not in "".join(map(shown, sweep_report(results)))
+    layers, heads = sensitivities(results)
+    assert (layers.of_heads, heads.of_heads) == (False, True)
+    table = shown(ranking_table(layers)).splitlines()
+    rows = [line.split()[0] for line in table if line.strip() and line.split()[0].isdigit()]
+    assert rows == [str(layer) for layer in layers.ranking(3)]
+    page = plot_sensitivity(layers)
+    (ax,) = page.axes
+    for line, bits in zip(ax.lines, layers.bits, strict=True):
+        assert list(line.get_ydata()) == [layers.costs[n][bits] for n in range(LAYERS)]
+    assert len([ax for ax in plot_sensitivity(heads).axes if ax.get_title()]) == 2
+    files = {path.name for path in save_sensitivity_figures([layers, heads], tmp_path / "figures")}
+    assert files == {
+        f"{kind}.{end}" for kind in ("layers-1", "heads-2") for end in ("png", "svg", "csv")
+    }
+    assert save_sensitivity_figures([], tmp_path / "none") == []
+    assert not (tmp_path / "none").exists()
+
+
+def test_mixed_bits_are_measured_beside_uniform_ones(run, model, tmp_path):
+    results = run([model], WEIGHTS, "layer")
+    one = Sensitivity.of(results)
+    plan = plan_bits(one, 5)
+    assert plan.best == share_out(one, 5)[-1]
+    assert plan.best.average <= 5
+    assert plan.uniform == 4
+    assert plan.measured(results) == [None, None]
+    assert "–" in shown(mixed_table(plan, results))
+    results = run([model], plan.wanted, None)
+    assert results.failed == []
+    mixed, uniform = plan.measured(results)
+    assert mixed < uniform
+    by_name = {row["scheme"]: row["value"] for row in results.rows if row["metric"] == "kl"}
+    assert by_name["W3-8A16"] == mixed
+    assert uniform in by_name.values()
+    frame = plan.frame(results)
+    assert frame["measured"].dropna().tolist() == [mixed, uniform]
+    told = plan.told(results)
+    assert told["bits"] == [plan.best.bits[layer] for layer in range(LAYERS)]
+    assert (told["measured"], told["uniform_measured"]) == (mixed, uniform)
+    table = shown(mixed_table(plan, results))
+    assert "at most 5 bits" in table
+    widest = one.ranking(3)[0]
+    assert f"layers with 8 bits: {widest}; 4 bits: {1 - widest}; 3 bits: 2" in table
+    labels = [t.get_text() for t in plot_plan(plan, results).legends[0].get_texts()]
+    assert labels == [
+        "mixed, sum of the layers' costs", "mixed, measured", "uniform, sum of the layers' costs",
+        "uniform, measured",
+    ]  # fmt: skip
+    assert len(save_plan_figures([plan], results, tmp_path / "figures")) == 3
+    # The rest of the folder is as it was.
+    assert Sensitivity.of(results) == one
+
+
+def test_a_budget_that_all_layers_keep_is_uniform(run, model):
+    results = run([model], WEIGHTS, "layer")
+    plan = plan_bits(Sensitivity.of(results), 8)
+    assert all(scheme.layers is None for scheme in plan.wanted[0])
+    results = run([model], plan.wanted, None)
+    mixed, uniform = plan.measured(results)
+    assert mixed == uniform
+    assert len(results.record["cells"]) == 1 + len(WEIGHTS) * LAYERS + 1
+
+
+def test_budgets_are_refused_before_anything_is_measured():
+    check_budget(WEIGHTS, 3)
+    with pytest.raises(
+        UsageError, match=r"a budget of 2\.9 bits is below the fewest that are tried, 3"
+    ):
+        check_budget(WEIGHTS, 2.9)
+    with pytest.raises(UsageError, match="below the fewest that are tried, 4"):
+        check_budget([*WEIGHTS, schemes("KV4"), ()], 3.5)
+    with pytest.raises(UsageError, match="W4A8 has sites of other bits each"):
+        check_budget([schemes("W4A8")], 6)
+
+
+class TestWhatIsNotWhole:
+    def test_a_failed_cell(self, run, model, known):
+        def fail(call):
+            if call == 3:
+                raise RuntimeError("no memory")
+
+        known.on_run = fail
+        options = {"evaluations": ("counted",)}
+        results = run([model], [*WEIGHTS, schemes("K4")], "layer", **options)
+        (one,) = sensitivities(results, metric="perplexity")
+        assert one.template[0].site == "keys"
+        with pytest.raises(UsageError, match=r"no sensitivities .*keys, dynamic, token"):
+            Sensitivity.of(results, site="weights", metric="perplexity")
+        known.on_run = None
+        results = run([model], [*WEIGHTS, schemes("K4")], "layer", **options)
+        assert len(sensitivities(results, metric="perplexity")) == 2
+        with pytest.raises(UsageError, match="2 sensitivities"):
+            Sensitivity.of(results, metric="perplexity")
+        with pytest.raises(UsageError, match="largest is no cost"):
+            sensitivities(results, metric="largest")
+        with pytest.raises(UsageError, match="no costs by kl"):
+            sensitivities(results, metric="kl")
+
+    def test_cells_that_have_nothing_to_do_with_it(self, run, model, known):
+        from quantdiff.analysis.evaluation import Stopped
+
+        run([model], [[], schemes("K4")], None)  # another evaluation, not of single layers
+        (one,) = sensitivities(run([model], WEIGHTS, "layer", evaluations=("counted",)))
+        assert one.metric == "perplexity"
+        before = known.calls
+        with pytest.raises(Stopped):
+            run(
+                [model], [schemes("H4")], None, evaluations=("counted",),
+                stop=lambda: known.calls > before,
+            )  # fmt: skip
+        results = run([model], WEIGHTS, "layer", evaluations=("counted",))
+        assert results.missing == 1
+        assert [found.costs for found in sensitivities(results)] == [one.costs]
+
+    def test_scores_that_are_better_the_higher_they_are(self, run, model, known):
+        results = run([model], WEIGHTS, "layer", evaluations=("counted",))
+        signs = []
+        for name in ("perplexity", "exact", "acc", "exact_match"):
+            for row in results.rows:
+                if row["metric"] != "largest":
+                    row["metric"] = name
+            (one,) = sensitivities(results, metric=name)
+            signs.append([cost for by in one.costs.values() for cost in by.values()])
+        assert max(map(abs, signs[0])) > 0
+        for other in signs[1:]:
+            assert other == [-cost for cost in signs[0]]
+
+    def test_a_stopped_sweep(self, run, model, known, tmp_path):
+        from quantdiff.analysis.evaluation import Stopped
+
+        with pytest.raises(Stopped):
+            run([model], WEIGHTS, "layer", stop=lambda: known.calls == 3, evaluations=("counted",))
+        results = SweepResults.load(tmp_path / "out")
+        assert sensitivities(results, metric="perplexity") == []
+        with pytest.raises(UsageError, match=r"cells of .* are missing"):
+            Sensitivity.of(results)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "each", "words"),
+    [
+        (WEIGHTS, "block", "by each layer or head, not by each 'block'"),
+        (WEIGHTS, "head", "weights have no heads"),
+        ([[]], "layer", "no scheme that could be tried layer by layer"),
+        ([Scheme("keys", 4, layers=(0,))], "layer", "one for keys is for some"),
+        ([Scheme("keys", 4, heads=(0,))], "layer", "one for keys is for some"),
+        ([schemes("KV4+L4")], "head", "query heads and for key-value heads"),
+    ],
+)
+def test_refusals(run, model, wanted, each, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        run([model], wanted, each)
+    assert not (tmp_path / "out").exists()
+
+
+def test_remedies_are_left_out(run, model):
+    with pytest.raises(UsageError, match="layer by layer goes without remedies"):
+        run([model], WEIGHTS, "layer", remedies=("rotate",))
+
+
+def test_models_of_their_own_depth(run, model):
+    other = tiny_llama(num_hidden_layers=2), tiny_tokenizer(), "other"
+    results = run([model, other], WEIGHTS[:2], "layer")
+    assert len(results.record["cells"]) == (1 + 2 * LAYERS) + (1 + 2 * 2)
+    first, second = sensitivities(results)
+    assert (first.model, second.model) == ("live", "other")
+    assert (len(first.costs), len(second.costs)) == (LAYERS, 2)
+    with pytest.raises(UsageError, match="the same layers"):
+        first.correlation(second, 4)
+
+
+def test_two_texts_rank_alike(run, model, tmp_path):
+    """What the correlation is for: the same layers measured on other text."""
+    path = tmp_path / "other.txt"
+    path.write_text("a winter of whales and kings at the sea " * 20)
+    found = [
+        Sensitivity.of(run([model], WEIGHTS, "layer", text=text, out=tmp_path / str(n)))
+        for n, text in enumerate((Text(str(path), 96, 24), Text("corpus", 96, 24)))
+    ]
+    ranks = [np.argsort(one.ranking(3)) for one in found]
+    expected = np.corrcoef(*ranks)[0, 1]
+    assert found[0].correlation(found[1], 3) == pytest.approx(expected)
+    assert expected > 0.4
