@@ -10,10 +10,11 @@ from quantdiff.models.checkpoint import Checkpoint, checkpoint_on_disk
 __all__ = ["ARCHITECTURES", "FORMATS", "SOURCES", "known_names", "locate"]
 
 # Name -> module with `locate(name: str) -> Path`, which returns a folder or a .gguf file. A name
-# that ends in a colon is a prefix. A registered name wins over a folder of the same name in the
-# working directory, which `./name` still reaches.
+# that ends in a colon is a prefix, whose module may have `shipped()`, the whole names. A registered
+# name wins over a folder of the same name in the working directory, which `./name` still reaches.
 SOURCES = {
     "smollm2-135m": "quantdiff.models.smollm2",
+    "zoo:": "quantdiff.models.zoo",
 }
 
 # Model type in config.json -> module that registers its classes with transformers' Auto classes
@@ -26,8 +27,12 @@ FORMATS: dict[str, str] = {"quanto_qmap.json": "quantdiff.models.quanto"}
 
 
 def known_names() -> tuple[str, ...]:
-    """The registered names; one that ends in a colon is a prefix."""
-    return tuple(SOURCES)
+    """The registered names; one that ends in a colon is a prefix for names not known before."""
+    names: list[str] = []
+    for name, module in SOURCES.items():
+        whole = getattr(importlib.import_module(module), "shipped", None) if ":" in name else None
+        names += [name] if whole is None else whole()
+    return tuple(names)
 
 
 def locate(name: str | Path, revision: str | None = None) -> Checkpoint:
@@ -44,7 +49,7 @@ def locate(name: str | Path, revision: str | None = None) -> Checkpoint:
     if not text.strip():
         raise UsageError(
             "the model's name is empty: give a hub id, a folder, a .gguf file or a known name "
-            f"({', '.join(SOURCES)})"
+            f"({', '.join(known_names())})"
         )
     found = _registered(text) if isinstance(name, str) else None
     if found is None:

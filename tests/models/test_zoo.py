@@ -1,0 +1,81 @@
+"""The zoo: what is trained becomes a model that opens by name, with its card."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantdiff.errors import UsageError
+from quantdiff.models import describe, known_names, load, zoo
+from tests.tiny import save_tiny, tiny_ids
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A model of the zoo, put there as a trained one is; its weights are random here."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import ship_zoo
+    from zoo_recipe import SIZES
+
+    recipe = SIZES["tiny"].__dict__
+    run = tmp_path / "runs" / "transformer"
+    save_tiny(run / "model")
+    told = {
+        "kind": "transformer", "recipe": recipe, "parameters": 12345, "tokens": 8000,
+        "held_out_loss": 5.25, "held_out_stderr": 0.125, "held_out_tokens": 640,
+        "bigram_loss": 6.5, "seconds": 5400, "finished": "2001-02-03", "hardware": "a machine",
+    }  # fmt: skip
+    (run / "training.json").write_text(json.dumps(told))
+    records = [{"step": 10, "tokens": 5120, "loss": 6.0}, {"step": 10, "held_out": 6.1}]
+    (run / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    monkeypatch.setattr(zoo, "FOLDER", tmp_path / "zoo")
+    for name, place in (("FOLDER", "zoo"), ("LOGS", "logs"), ("FIGURE", "curves.png")):
+        monkeypatch.setattr(ship_zoo, name, tmp_path / place)
+    monkeypatch.setattr(sys, "argv", ["ship_zoo.py", str(tmp_path / "runs")])
+    assert ship_zoo.main() == 0
+    return tmp_path
+
+
+def test_it_opens_by_its_name(shipped):
+    assert "zoo:transformer" in known_names()
+    model, _ = load("zoo:transformer", device="cpu")
+    trained, _ = load(shipped / "runs" / "transformer" / "model", device="cpu")
+    assert describe(model)["name"] == "zoo:transformer"
+    assert torch.equal(model(tiny_ids()).logits, trained(tiny_ids()).logits)
+
+
+def test_its_card_and_curves(shipped):
+    card = (shipped / "zoo" / "transformer" / "README.md").read_text()
+    for word in (
+        "12,345",
+        "8,000",
+        "5.2500 ± 0.1250",
+        "6.5000",
+        "2001-02-03",
+        "1.5 hours",
+        "0.003",
+    ):
+        assert word in card
+    assert (shipped / "curves.png").stat().st_size > 5_000
+
+
+def test_what_is_not_there(shipped):
+    assert "zoo:diff-v1" not in known_names()
+    with pytest.raises(UsageError, match=r"no 'zoo:diff-v1' in the zoo; it has zoo:transformer"):
+        load("zoo:diff-v1")
+
+
+def test_what_is_shipped_is_small_and_told():
+    for name, told in zoo.shipped().items():
+        folder = zoo.locate(name)
+        files = sorted(folder.iterdir())
+        assert sum(file.stat().st_size for file in files) < 15e6
+        assert not [file for file in files if file.suffix in (".bin", ".pt", ".pkl")]
+        model, _ = load(name, dtype="auto", device="cpu")
+        assert model.dtype == torch.bfloat16
+        assert model.num_parameters() == told["parameters"]
+        assert told["held_out_loss"] < told["bigram_loss"] - 0.5
