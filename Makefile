@@ -22,8 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py quantdiff/statistics
 	touch $@
 
 demo: install
-	$(BIN)/quantdiff profile smollm2-135m --tokens 8192 --seq-len 2048 \
-		--out $(RUNS)/demo/smollm2-135m --overwrite
+	$(BIN)/quantdiff demo --out $(RUNS)/demo --overwrite
 
 # Processes with one thread each: the tests are many and small.
 test: lint types

@@ -18,7 +18,10 @@ from quantdiff.lazy import lazy_names
 from quantdiff.versions import VERSION
 
 if TYPE_CHECKING:
+    from quantdiff.analysis.compare.comparison import Comparison, compare
     from quantdiff.analysis.figures import plot
+    from quantdiff.analysis.notebook import to_html
+    from quantdiff.analysis.ranges import plot_ranges
     from quantdiff.calibration.calibrating import calibrate
     from quantdiff.calibration.table import CalibrationTable
     from quantdiff.export.exporting import export
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CalibrationTable",
+    "Comparison",
     "MissingExtraError",
     "Profile",
     "QuantizationError",
@@ -40,11 +44,14 @@ __all__ = [
     "VerificationError",
     "__version__",
     "calibrate",
+    "compare",
     "export",
     "fake_quantize",
     "load",
     "plot",
+    "plot_ranges",
     "record",
+    "to_html",
     "verify",
 ]
 
@@ -52,14 +59,18 @@ __version__ = VERSION
 
 _HOME = {
     "CalibrationTable": "quantdiff.calibration.table",
+    "Comparison": "quantdiff.analysis.compare",
     "Profile": "quantdiff.statistics.profile",
     "Recorder": "quantdiff.hooks",
     "Scheme": "quantdiff.quantization",
     "calibrate": "quantdiff.calibration.calibrating",
+    "compare": "quantdiff.analysis.compare",
     "fake_quantize": "quantdiff.quantization",
     "load": "quantdiff.export.loading",
     "plot": "quantdiff.analysis.figures",
+    "plot_ranges": "quantdiff.analysis.ranges",
     "record": "quantdiff.hooks",
+    "to_html": "quantdiff.analysis.notebook",
     "verify": "quantdiff.export.verifying",
 }
 

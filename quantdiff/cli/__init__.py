@@ -14,7 +14,9 @@ def main() -> None:
     # They register themselves.
     from quantdiff.cli import (  # noqa: F401
         calibrate,
+        compare,
         convert,
+        demo,
         export,
         models,
         profile,

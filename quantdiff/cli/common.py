@@ -23,7 +23,9 @@ __all__ = [
     "app",
     "command_line",
     "interruptible",
+    "listed",
     "silence_libraries",
+    "sites_of",
     "token_progress",
     "warnings_as_notes",
 ]
@@ -89,6 +91,28 @@ def command_line() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
+def listed(values: list[str]) -> list[str]:
+    """The entries of an option that takes lists with commas and may repeat, each once."""
+    entries = [entry.strip() for value in values for entry in value.split(",")]
+    return list(dict.fromkeys(entry for entry in entries if entry))
+
+
+def sites_of(values: list[str]) -> list[str]:
+    """What `--sites` asks for; `all` is every site that is recorded on request.
+
+    Raises:
+        UsageError: a site that is not known.
+    """
+    from quantdiff.errors import UsageError
+    from quantdiff.statistics.activations import RECORDED
+
+    asked = listed(values)
+    for site in asked:
+        if site not in (*RECORDED, "all"):
+            raise UsageError(f"unknown site {site!r} of --sites; known: {', '.join(RECORDED)}, all")
+    return list(RECORDED) if "all" in asked else asked
+
+
 def silence_libraries() -> None:
     """Keep the progress bars of transformers off a machine's stderr."""
     from transformers.utils import logging
@@ -99,14 +123,16 @@ def silence_libraries() -> None:
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
     """Print quantdiff's own warnings as one line each."""
-    from quantdiff.errors import UnknownLayoutWarning
+    from quantdiff.errors import LeftAloneWarning, UnknownLayoutWarning
 
+    own = LeftAloneWarning, UnknownLayoutWarning
     with warnings.catch_warnings():
-        warnings.simplefilter("once", UnknownLayoutWarning)
+        for kind in own:
+            warnings.simplefilter("once", kind)
         shown: Any = warnings.showwarning
 
         def show(message: Any, category: Any, *rest: Any, **options: Any) -> None:
-            if issubclass(category, UnknownLayoutWarning):
+            if issubclass(category, own):
                 sys.stderr.write(f"note: {message}\n")
             else:
                 shown(message, category, *rest, **options)

@@ -15,9 +15,13 @@ Examples:
 
 @common.app.command(epilog=EPILOG)
 def models(as_json: common.Json = False) -> None:
-    """List the models that have a name, and the families of differential attention."""
+    """List the models that have a name, and the families of differential attention.
+
+    Losses of the zoo are nats a token on the shipped held-out text.
+    """
     from quantdiff.models import known_names
     from quantdiff.models.families import FAMILIES, MODULES
+    from quantdiff.models.zoo import shipped
 
     names = list(known_names())
     families = {
@@ -25,7 +29,8 @@ def models(as_json: common.Json = False) -> None:
         "attention module": {name: _layout(family) for name, family in MODULES.items()},
     }
     if as_json:
-        print(json.dumps({"names": names, "families": families}, ensure_ascii=False))
+        told = {"names": names, "zoo": shipped(), "families": families}
+        print(json.dumps(told, ensure_ascii=False))
         return
     from rich.console import Console
     from rich.table import Table
@@ -37,6 +42,15 @@ def models(as_json: common.Json = False) -> None:
         "standard heads",
         markup=False,
     )
+    if shipped():
+        zoo = Table("zoo", box=None, pad_edge=False)
+        for head in ("parameters", "tokens seen", "held-out loss", "bigram", "trained"):
+            zoo.add_column(head, justify="right")
+        for name, about in shipped().items():
+            loss = f"{about['held_out_loss']:.4f} ± {about['held_out_stderr']:.4f}"
+            numbers = f"{about['parameters']:,}", f"{about['tokens']:,}", loss
+            zoo.add_row(name, *numbers, f"{about['bigram_loss']:.4f}", about["finished"])
+        console.print(zoo)
     table = Table("known by its", "name", "head layout (docs/layouts.md)", box=None, pad_edge=False)
     for kind, known in families.items():
         for name, layout in known.items():

