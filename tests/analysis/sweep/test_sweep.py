@@ -341,7 +341,7 @@ class TestStaticRanges:
         )
         results = small(folders, evaluations=("perplexity",), **options)
         frame = results.frame().query("model == @folders[0] and range == 'mse'")
-        frame = frame[frame["metric"] == "perplexity"]
+        frame = frame.query("eval == 'perplexity' and metric == 'perplexity'")
         assert frame["value"].item() == outcome.metrics[0].value
         times = [(f / "calibration.json").stat().st_mtime_ns for f in tables]
         small(folders, bits=(16, 4, 3), **options)
