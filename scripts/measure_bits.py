@@ -50,7 +50,7 @@ FIGURES = {
 }
 SHOWN = {
     "perplexity": ("Perplexity", "{:.2f}"),
-    "kl": ("KL from the unquantized model (nats a token)", "{:.4f}"),
+    "kl": ("KL from the unquantized model (nats a token)", "{:.5f}"),
     "agreement": ("Agreement of the likeliest token", "{:.1%}"),
     "acc": ("Accuracy", "{:.3f}"),
     "acc_norm": ("Accuracy, choices' log-likelihoods divided by their length", "{:.3f}"),
