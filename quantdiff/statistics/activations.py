@@ -1,5 +1,6 @@
 """The activations of all layers as objects: attention logits, hidden states, their largest."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -177,7 +178,7 @@ class AttentionLogits(Activations):
         ]
 
 
-class Values(Activations):
+class Values(Activations, ABC):
     """Activations that are elements of a tensor of channels.
 
     Attributes:
@@ -190,9 +191,9 @@ class Values(Activations):
         """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
         return self.items(self.largest)[:n]
 
+    @abstractmethod
     def items(self, top: Top) -> list[Any]:
         """The entries of a site's or of all sites' largest magnitudes."""
-        raise NotImplementedError
 
 
 class HiddenStates(Values):
