@@ -10,23 +10,39 @@ Every part is a sweep in a folder of its own under --out: one that was stopped g
 import argparse
 import os
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from quantdiff.analysis.evaluation import Text
+from quantdiff.analysis.sensitivity import Sensitivity
 from quantdiff.analysis.style import save_page
 from quantdiff.analysis.sweep import SweepResults, make_grid, sweep
 from quantdiff.analysis.sweep.lines import NO_WAY, lines, measures, way_label
+from quantdiff.analysis.sweep.mixed import plan_bits
+from quantdiff.analysis.sweep.ranking import plot_sensitivity
 from quantdiff.files import write_bytes
-from quantdiff.quantization import schemes
+from quantdiff.quantization import Scheme, schemes
 from quantdiff.quantization.scheme import SITES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "bits.md"
+FIRST = int(os.environ.get("RANK", "0")) == 0
 TEXT = Text("corpus", tokens=16_384, seq_len=1024)
 DEPLOYED = (
     "W8A16", "W4A16", "W4g64A16", "W8A8", "W4A8", "KV8", "KV4", "KV2",
     "W8A8+KV8", "W8A8+KV8+L8", "W4g64A16+KV4+L6", "W4A8+KV4+L4",
 )  # fmt: skip
+REMEDIED = ("W8A8", "W4A8", "W4A16", "W3A16", "L4")
+REMEDIES = ("none", "smooth:0.5", "rotate", "gptq", "rotate+gptq")
+
+# Layer by layer: sites, widths and text of the search, another text to hold its ranking against,
+# and average bits. What the search proposes is measured on TEXT, which it has not seen.
+LAYERS = "layers"
+SEARCHED = ("attention_logits", "weights")
+WIDTHS, RANKED, BUDGET = (6, 4, 3), 4, 4
+SEARCH = Text("corpus:train", tokens=2048, seq_len=512)
+OTHER = Text("corpus", tokens=2048, seq_len=512)
 
 
 def logits():
@@ -37,16 +53,32 @@ def logits():
     return [*dynamic.schemes, *static.schemes]
 
 
-# Part -> what is quantized how, and the evaluation.
+@dataclass(frozen=True)
+class Part:
+    """What one sweep computes.
+
+    Attributes:
+        schemes: that are tried.
+        evaluation: of every cell.
+        remedies: tried with each.
+        figure: kind of figure, and what it shows.
+    """
+
+    schemes: Callable[[], Sequence[object]]
+    evaluation: str = "divergence"
+    remedies: Sequence[str] = ("none",)
+    figure: tuple[str, str] | None = None
+
+
 PARTS = {
-    "logits": (logits, "divergence"),
-    "questions": (lambda: make_grid(bits=(16, 8, 6, 4)).schemes, "choice:goal_inference@400"),
-    "sites": (lambda: make_grid(bits=(16, 8, 6, 4), sites=SITES).schemes, "divergence"),
-    "together": (lambda: [(), *map(schemes, DEPLOYED)], "divergence"),
-}
-FIGURES = {
-    "logits": ("ranges", "KL against bits, by range and granularity"),
-    "sites": ("sites", "KL against bits, by site"),
+    "logits": Part(logits, figure=("ranges", "KL against bits, by range and granularity")),
+    "questions": Part(lambda: make_grid(bits=(16, 8, 6, 4)).schemes, "choice:goal_inference@400"),
+    "sites": Part(
+        lambda: make_grid(bits=(16, 8, 6, 4), sites=SITES).schemes,
+        figure=("sites", "KL against bits, by site"),
+    ),
+    "together": Part(lambda: [(), *map(schemes, DEPLOYED)]),
+    "remedies": Part(lambda: [(), *map(schemes, REMEDIED)], remedies=REMEDIES),
 }
 SHOWN = {
     "perplexity": ("Perplexity", "{:.2f}"),
@@ -62,21 +94,81 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="+", help="for example smollm2-135m runs/plain")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="*", choices=[*PARTS, LAYERS], default=[*PARTS, LAYERS])
     parser.add_argument("--out", type=Path, default=DOCS / "bits")
     parser.add_argument("--tables-only", action="store_true", help="of what is measured already")
     options = parser.parse_args()
-    first = int(os.environ.get("RANK", "0")) == 0
     for part in options.parts:
-        chosen, evaluation = PARTS[part]
         folder = options.out / part
+        if part == LAYERS:
+            if not options.tables_only:
+                measure_layers(options.models, folder)
+            if FIRST:
+                write(part, layers_content(folder))
+            continue
         if not options.tables_only:
-            sweep(
-                options.models, chosen(), [evaluation], out=folder, text=TEXT,
-                progress=show if first else None,
+            chosen = PARTS[part]
+            computed(
+                options.models, chosen.schemes(), folder, TEXT, chosen.evaluation,
+                remedies=chosen.remedies,
             )  # fmt: skip
-        if first:
-            write(part, SweepResults.load(folder))
+        if FIRST:
+            write(part, content(part, SweepResults.load(folder)))
+
+
+def computed(models, wanted, folder, text, evaluation="divergence", **more):
+    return sweep(
+        models, wanted, [evaluation], out=folder, text=text, progress=show if FIRST else None,
+        note=say if FIRST else None, **more,
+    )  # fmt: skip
+
+
+def say(sentence):
+    print(f"\n{sentence}", file=sys.stderr)
+
+
+def measure_layers(models, folder):
+    """One layer at a time on two texts, and shared-out bits beside uniform ones on a third."""
+    ranked = [Scheme(site, RANKED) for site in SEARCHED]
+    computed(models, ranked, folder / "other", OTHER, each="layer")
+    grid = [Scheme(site, bits) for site in SEARCHED for bits in WIDTHS]
+    found = computed(models, grid, folder / "search", SEARCH, each="layer")
+    for model in models:
+        wanted = [schemes for plan in plans(found, model) for schemes in plan.wanted]
+        computed([model], [(), *wanted], folder / "unseen", TEXT)
+
+
+def plans(found, model):
+    return [plan_bits(Sensitivity.of(found, model=model, site=site), BUDGET) for site in SEARCHED]
+
+
+def layers_content(folder):
+    """The table of `measure_layers`, and a figure a model and site."""
+    search, other, unseen = (
+        SweepResults.load(folder / name) for name in ("search", "other", "unseen")
+    )
+    rows = [
+        f"| model | site | rank correlation at {RANKED} bits | average bits | KL of the search | "
+        f"KL on unseen text | uniform bits | KL on unseen text |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    figures = []
+    for model in search.models:
+        for site, plan in zip(SEARCHED, plans(search, model), strict=True):
+            one = plan.sensitivity
+            ranks = one.correlation(Sensitivity.of(other, model=model, site=site), RANKED)
+            told = plan.told(unseen)
+            costs = (told[n] for n in ("expected", "measured", "uniform_measured"))
+            expected, mixed, uniform = ("" if c is None else f"{c:.5f}" for c in costs)
+            rows.append(
+                f"| {model} | {site.replace('_', ' ')} | {ranks:.3f} | {told['average']:.2f} | "
+                f"{expected} | {mixed} | {told['uniform']} | {uniform} |"
+            )
+            name = f"bits_layers_{model.rpartition(':')[2]}_{site}"
+            save_page(plot_sensitivity(one), DOCS / "figures" / name)
+            words = f"KL of {model}, one layer's {site.replace('_', ' ')} at a time"
+            figures.append(f"![{words}](figures/{name}.png)")
+    return "\n\n".join(["\n".join(rows), *figures])
 
 
 def show(done):
@@ -85,18 +177,23 @@ def show(done):
     sys.stderr.write(f"\r{told:100.100}")
 
 
-def write(part, results):
-    """Replace a part's tables in the page, and its figure."""
+def write(part, told):
+    """Replace what a part says on the page."""
     begin, end = f"<!-- {part}: measured by scripts/measure_bits.py -->", f"<!-- end of {part} -->"
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(begin)
     after = rest.split(end)[1]
-    content = "\n\n".join(tables(results))
-    if part in FIGURES:
-        kind, told = FIGURES[part]
+    write_bytes(PAGE, f"{before}{begin}\n\n{told}\n\n{end}{after}".encode())
+
+
+def content(part, results):
+    """A part's tables, and its figure."""
+    told = list(tables(results))
+    if PARTS[part].figure is not None:
+        kind, words = PARTS[part].figure
         save_page(results.plot(kind, metric="kl"), DOCS / "figures" / f"bits_{part}")
-        content += f"\n\n![{told}](figures/bits_{part}.png)"
-    write_bytes(PAGE, f"{before}{begin}\n\n{content}\n\n{end}{after}".encode())
+        told.append(f"![{words}](figures/bits_{part}.png)")
+    return "\n\n".join(told)
 
 
 def tables(results):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from quantdiff.analysis.report.cells import PUBLISHED, columns, paragraph
 from quantdiff.analysis.report.content import Table
 
-__all__ = ["markdown"]
+__all__ = ["escaped", "markdown"]
 
 # Underscores within a word are no emphasis, and names are full of them.
 _SPECIAL = re.compile(r"[\\`*\[\]<>|~$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
@@ -20,7 +20,7 @@ def markdown(table: Table) -> str:
     Numbers stand at the right. All that is not ours is escaped, so that it is shown as it is.
     """
     shown = columns(table)
-    title = f"**{_escaped(paragraph(table.title))}**"
+    title = f"**{escaped(paragraph(table.title))}**"
     if table.published:
         title += f" ({PUBLISHED})"
     lines = [
@@ -30,13 +30,14 @@ def markdown(table: Table) -> str:
     ]
     parts = [title, "\n".join(lines)]
     if table.caption:
-        parts.append(_BLOCK.sub(r"\1\\\2", _escaped(paragraph(table.caption))))
+        parts.append(_BLOCK.sub(r"\1\\\2", escaped(paragraph(table.caption))))
     return "\n\n".join(parts) + "\n"
 
 
 def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(map(_escaped, cells)) + " |"
+    return "| " + " | ".join(map(escaped, cells)) + " |"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is."""
     return _SPECIAL.sub(lambda found: f"\\{found[0]}", text)

@@ -259,8 +259,23 @@ def assert_alike(a, b, kinds=EVERY, exact=False):
                 assert np.allclose(*pair, rtol=rtol, atol=atol)
             if exact:
                 assert (one.histogram.counts == other.histogram.counts).all()
-        places = [[tuple(vars(i).values())[1:] for i in part.top(20)] for part in (x, y)]
-        assert places[0] == places[1]
+        assert_same_top(x.top(20), y.top(20), rtol)
+
+
+def assert_same_top(top, other, rtol):
+    """The same places; those whose values rounding cannot tell apart in any order."""
+    places = [{tuple(vars(item).values())[1:]: item.value for item in part} for part in (top, other)]
+    if not rtol:
+        assert list(places[0].items()) == list(places[1].items())
+        return
+    assert np.allclose(*([abs(item.value) for item in part] for part in (top, other)), rtol=rtol)
+    for one, another in (places, places[::-1]):
+        last = min(map(abs, one.values()), default=0.0)
+        for place, value in one.items():
+            if place in another:
+                assert np.isclose(value, another[place], rtol=rtol)
+            else:
+                assert abs(value) <= last * (1 + 2 * rtol)
 
 
 class TestCache:
