@@ -26,7 +26,7 @@ demo: install
 
 # Processes with one thread each: the tests are many and small.
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 lint: install
 	$(BIN)/ruff check .

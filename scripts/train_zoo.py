@@ -262,7 +262,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
     parser.add_argument("--every", type=float, default=180, help="seconds between checkpoints")
-    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--data", type=Path, default=DATA, help="training text, .jsonl.xz")
+    parser.add_argument("--held-out", type=Path, default=HELD_OUT_TEXT, help="text of the losses")
     options = parser.parse_args()
     given = {name: getattr(options, name) for name in OVERRIDES}
     recipe = replace(SIZES[options.size], **{n: v for n, v in given.items() if v is not None})
@@ -277,7 +278,7 @@ def main() -> int:
 
     tokenizer = train_tokenizer(options.data)
     stream = Stream(options.data, tokenizer, recipe.length)
-    test = Stream(HELD_OUT_TEXT, tokenizer, recipe.length)
+    test = Stream(options.held_out, tokenizer, recipe.length)
     held_out = _all(test)
     bigram = bigram_loss(stream.tokens, test.tokens)
     results = []

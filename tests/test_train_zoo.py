@@ -1,6 +1,7 @@
 """Training the zoo: killed at any moment and started again, it gives the same weights."""
 
 import json
+import lzma
 import os
 import random
 import signal
@@ -21,6 +22,8 @@ SCRIPTS = ROOT / "scripts"
 DATA = ROOT / "calibration" / "corpus" / "train_excerpt.jsonl.xz"
 KINDS = ("transformer", "diff-v1", "diff-v2")
 
+pytestmark = pytest.mark.xdist_group("train_zoo")  # one process trains for all of them
+
 
 @pytest.fixture(scope="module")
 def recipe():
@@ -31,10 +34,24 @@ def recipe():
         yield zoo_recipe
 
 
-def start(out, *options):
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts a training on some documents of the shipped excerpt, others held out."""
+    folder = tmp_path_factory.mktemp("text")
+    with lzma.open(DATA, "rt", encoding="utf-8") as file:
+        lines = file.readlines()
+    texts = {"--data": lines[::3], "--held-out": lines[1::30]}
+    for option, some in texts.items():
+        with lzma.open(folder / f"{option}.jsonl.xz", "wt", encoding="utf-8") as file:
+            file.writelines(some)
+    files = [word for option in texts for word in (option, str(folder / f"{option}.jsonl.xz"))]
+    return lambda out, *options: _start(out, *files, *options)
+
+
+def _start(out, *options):
     command = [
         sys.executable, str(SCRIPTS / "train_zoo.py"), "--size", "tiny", "--out", str(out),
-        "--data", str(DATA), "--dtype", "float32", "--every", "0", *options,
+        "--dtype", "float32", "--every", "0", *options,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -49,7 +66,7 @@ def finish(run):
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
+def unbroken(start, tmp_path_factory):
     out = tmp_path_factory.mktemp("zoo")
     told = finish(start(out))
     return out, told
@@ -73,7 +90,7 @@ def test_all_three_are_trained_and_told(unbroken):
     assert (out / "curves.png").stat().st_size > 10_000
 
 
-def test_killed_at_any_moment(unbroken, tmp_path):
+def test_killed_at_any_moment(start, unbroken, tmp_path):
     out, _ = unbroken
     dice = random.Random(0)
     killed = 0
@@ -101,7 +118,7 @@ def test_killed_at_any_moment(unbroken, tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_another_recipe_does_not_go_on(unbroken):
+def test_another_recipe_does_not_go_on(start, unbroken):
     out, _ = unbroken
     run = start(out, "--kinds", "transformer", "--seed", "7")
     _, error = run.communicate(timeout=600)

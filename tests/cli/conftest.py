@@ -12,6 +12,7 @@ def run(monkeypatch, capsys):
     """Run the command line in this process: exit code, stdout, stderr."""
 
     def run(*arguments):
+        capsys.readouterr()  # what the test itself wrote before
         monkeypatch.setattr(sys, "argv", ["quantdiff", *map(str, arguments)])
         try:
             main()

@@ -8,11 +8,13 @@ from quantdiff.calibration.text import text_windows
 from quantdiff.statistics.storage import to_json
 from tests.reference import Materialised, check_profile
 
+pytestmark = pytest.mark.xdist_group("hooks_real_model")  # the reference is computed once
+
 
 @pytest.fixture(scope="module")
 def batch(smollm2):
     """Two windows of real text, the second shorter and padded on the right."""
-    windows = text_windows("corpus", smollm2[1], tokens=900, seq_len=512)
+    windows = text_windows("corpus", smollm2[1], tokens=400, seq_len=256)
     (batch,) = windows.batches(2, pad_token_id=0)
     return batch
 

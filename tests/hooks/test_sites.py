@@ -264,7 +264,9 @@ def assert_alike(a, b, kinds=EVERY, exact=False):
 
 def assert_same_top(top, other, rtol):
     """The same places; those whose values rounding cannot tell apart in any order."""
-    places = [{tuple(vars(item).values())[1:]: item.value for item in part} for part in (top, other)]
+    places = [
+        {tuple(vars(item).values())[1:]: item.value for item in part} for part in (top, other)
+    ]
     if not rtol:
         assert list(places[0].items()) == list(places[1].items())
         return
