@@ -14,7 +14,9 @@ from quantdiff.analysis.evaluation.pairs import Pair, question_pairs
 from quantdiff.analysis.evaluation.reading import Question, fingerprint, read_questions
 from quantdiff.analysis.evaluation.scoring import best, score_choices
 
-__all__ = ["Choice", "build"]
+__all__ = ["COSTS", "Choice", "build"]
+
+COSTS = {"acc": -1, "acc_norm": -1}
 
 
 @dataclass

@@ -24,7 +24,9 @@ from quantdiff.analysis.evaluation.windows import (
 )
 from quantdiff.calibration.text import TextWindows
 
-__all__ = ["QUANTILES", "Divergence", "build", "divergence"]
+__all__ = ["COSTS", "QUANTILES", "Divergence", "build", "divergence"]
+
+COSTS = {"kl": 1, "agreement": -1, "perplexity": 1, "nll": 1}
 
 QUANTILES = (0.5, 0.9, 0.99)
 

@@ -32,7 +32,12 @@ from quantdiff.analysis.evaluation.tasks import (
 )
 from quantdiff.errors import QuantizationError, UsageError, require
 
-__all__ = ["Harness", "build"]
+__all__ = ["COSTS", "Harness", "build"]
+
+# Of lm-eval's metrics those of which it is known; its tasks may bring others.
+COSTS = {"acc": -1, "acc_norm": -1, "exact_match": -1, "f1": -1} | dict.fromkeys(
+    ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"), 1
+)
 
 
 @dataclass

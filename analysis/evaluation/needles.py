@@ -17,8 +17,9 @@ from quantdiff.analysis.evaluation.scoring import best, score_choices
 from quantdiff.errors import UsageError
 from quantdiff.models import context_length
 
-__all__ = ["DEPTHS", "SAMPLES", "Needles", "build"]
+__all__ = ["COSTS", "DEPTHS", "SAMPLES", "Needles", "build"]
 
+COSTS = {"acc": -1, "exact": -1}
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SAMPLES = 10
 

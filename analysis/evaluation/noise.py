@@ -27,7 +27,9 @@ from quantdiff.hooks.found import Found
 from quantdiff.quantization import FakeQuantizer
 from quantdiff.quantization.noise import Energies, NoiseRecorder, decibels
 
-__all__ = ["NOISELESS", "Noise", "build"]
+__all__ = ["COSTS", "NOISELESS", "Noise", "build"]
+
+COSTS: dict[str, int] = {}  # an average over unlike sites ranks nothing
 
 MOST = 4096  # tokens: signal and noise are sums, which settle long before a perplexity does
 NOISELESS = 200.0  # dB that stand for no noise at all

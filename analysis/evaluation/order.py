@@ -23,8 +23,9 @@ from quantdiff.analysis.evaluation.reading import (
 from quantdiff.analysis.evaluation.scoring import best, score_choices
 from quantdiff.errors import UsageError
 
-__all__ = ["EXAMPLES", "ORDERS", "Order", "build"]
+__all__ = ["COSTS", "EXAMPLES", "ORDERS", "Order", "build"]
 
+COSTS = {"acc": -1}
 EXAMPLES = 4
 ORDERS = 8
 _SEED = 0

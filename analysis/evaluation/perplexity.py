@@ -21,7 +21,9 @@ from quantdiff.analysis.evaluation.windows import (
 )
 from quantdiff.calibration.text import TextWindows
 
-__all__ = ["Perplexity", "build", "likelihood"]
+__all__ = ["COSTS", "Perplexity", "build", "likelihood"]
+
+COSTS = {"perplexity": 1, "nll": 1}
 
 
 @dataclass

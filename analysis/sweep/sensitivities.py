@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from quantdiff.analysis.evaluation import cost_sign
 from quantdiff.analysis.sensitivity import Place, Sensitivity
 from quantdiff.analysis.sweep.lines import Measure, measures
 from quantdiff.analysis.sweep.loaded import SweepResults
@@ -13,8 +14,6 @@ from quantdiff.quantization.scheme import Scheme
 __all__ = ["chosen_sensitivity", "cost_of", "schemes_of", "sensitivities", "sensitivity_name"]
 
 _MAIN = ("kl", "nll")  # whose increase is the cost, the first that was measured
-_LOWER = ("kl", "nll", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-_HIGHER = ("agreement", "exact", "exact_match", "f1")  # are better, as accuracies are
 _TOLD = ("site", "bits", "range", "granularity", "symmetric", "newest", "layers", "heads")
 _ANY = 8  # bits that stand for all
 
@@ -136,18 +135,10 @@ def _cost_measure(
     ]
     if metric is None:
         main = [m for name in _MAIN for m in known if m.metric == name]
-        known = main or [m for m in known if _sign(m) is not None]
-    elif known and _sign(known[0]) is None:
+        known = main or [m for m in known if cost_sign(m.evaluation, m.metric) is not None]
+    elif known and cost_sign(known[0].evaluation, metric) is None:
         raise UsageError(f"{metric} is no cost: whether more of it is worse is not known; take kl")
     return known[0] if known else None
-
-
-def _sign(measure: Measure) -> int | None:
-    """1 where more is worse, -1 where it is better, None where neither is known."""
-    name = measure.metric.rpartition(":")[2].partition(",")[0]
-    if measure.is_accuracy or name in _HIGHER:
-        return -1
-    return 1 if name in _LOWER else None
 
 
 def cost_of(results: SweepResults, row: Row) -> float:
@@ -161,7 +152,7 @@ def cost_of(results: SweepResults, row: Row) -> float:
     for other in results.rows:
         same = all(other[name] == row[name] for name in ("model", "eval", "metric"))
         if same and other["site"] is None:
-            sign = _sign(Measure(row["eval"], row["metric"]))
+            sign = cost_sign(row["eval"], row["metric"])
             assert sign is not None
             return sign * (float(row["value"]) - float(other["value"]))
     raise UsageError(
