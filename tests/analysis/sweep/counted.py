@@ -12,7 +12,7 @@ import torch
 from quantdiff.analysis.evaluation import EVALUATIONS, Metric, Outcome, Stopped
 from quantdiff.calibration import text_windows
 
-COSTS = {"perplexity": 1}
+COSTS = {"perplexity": 1, "acc": -1}
 NAME = "quantdiff.analysis.evaluation.counted"
 
 # In one process: what `run` calls first, told how many times it was called before; the models that
