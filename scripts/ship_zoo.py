@@ -11,9 +11,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from train_zoo import draw
-from zoo_recipe import KINDS
+from zoo_recipe import KINDS, SIZES
 
 from quantdiff.files import write_bytes, write_json
 from quantdiff.models.zoo import FOLDER
@@ -62,12 +63,12 @@ public domain or under permissive licences (`scripts/zoo_text/` and `calibration
 sources and notices). A document is held out by the hash of its name. The tokenizer, a byte-level
 BPE of 4,096 tokens, was trained on the training text alone.
 
-**What it is not good for.** Anything but measuring. It has seen some twenty million tokens of old
-and narrow prose, follows no instruction, knows no facts to rely on, and repeats the views of its
-sources. Its outliers are those of a small, briefly trained model: they need not say what happens in
+**What it is not good for.** Anything but measuring. It has seen {millions:.1f} million tokens of
+old and narrow prose, follows no instruction, knows no facts to rely on, and repeats the views of
+its sources. Its outliers are those of a small, briefly trained model: they need not say what happens in
 large ones. Contexts beyond {length} tokens were never trained.
 
-Made by `scripts/train_zoo.py --size base --kinds {kind} --dtype {dtype}` of quantdiff.
+Made by `scripts/train_zoo.py --size {size} --kinds {kind} --dtype {dtype}` of quantdiff.
 """
 
 
@@ -78,16 +79,25 @@ def main() -> int:
     parser.add_argument("runs", type=Path, help="the --out of train_zoo.py")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
-    for kind in options.kinds:
-        if (options.runs / kind / "training.json").exists():
-            ship(kind, options.runs / kind)
-            print(f"zoo:{kind} is in {FOLDER / kind}")
-    there = [kind for kind in KINDS if (LOGS / kind / "log.jsonl").exists()]
-    if not there:
+    finished = [k for k in options.kinds if (options.runs / k / "training.json").exists()]
+    if not finished:
         sys.exit(f"{options.runs} holds no finished model")
-    draw(LOGS, there)
+    for kind in finished:
+        ship(kind, options.runs / kind)
+        print(f"zoo:{kind} is in {FOLDER / kind}")
+    draw(LOGS, [kind for kind in KINDS if (LOGS / kind / "log.jsonl").exists()])
     (LOGS / "curves.png").replace(FIGURE)
     return 0
+
+
+def size_of(recipe: dict[str, Any]) -> str:
+    """The `--size` that a recipe is of, whatever options replaced."""
+    shape = ("hidden", "layers", "ffn")
+    return next(
+        name
+        for name, known in SIZES.items()
+        if all(getattr(known, part) == recipe[part] for part in shape)
+    )
 
 
 def ship(kind: str, run: Path) -> None:
@@ -97,6 +107,7 @@ def ship(kind: str, run: Path) -> None:
     shutil.copytree(run / "model", target)
     write_json(target / "training.json", told)
     facts = {**told["recipe"], **told, "hours": told["seconds"] / 3600}
+    facts |= {"millions": told["tokens"] / 1e6, "size": size_of(told["recipe"])}
     card = CARD.format(name=f"zoo:{kind}", architecture=ARCHITECTURES[kind], **facts)
     write_bytes(target / "README.md", card.encode())
     size = sum(path.stat().st_size for path in target.rglob("*"))

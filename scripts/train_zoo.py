@@ -189,9 +189,14 @@ class Run:
 
     def finish(self, held_out: torch.Tensor, tokenizer: Any, bigram: float) -> dict[str, Any]:
         """Write the model as it is loaded later (bf16), and what was measured of it."""
-        self.model.to(torch.bfloat16).to(torch.float32)  # the shipped weights, computed in fp32
-        value, error = held_out_loss(self.model, held_out, contextlib.nullcontext)
         self.model.to(torch.bfloat16)
+        if self.ranks.first:
+            self.model.save_pretrained(self.out / "model")
+            tokenizer.save_pretrained(self.out / "model")
+        self.ranks.wait()
+        # As it opens: casting this module back to fp32 would leave its rotary buffer rounded.
+        saved = type(self.model).from_pretrained(self.out / "model", dtype=torch.float32)
+        value, error = held_out_loss(saved.to(self.ranks.device), held_out, contextlib.nullcontext)
         told = {
             "kind": self.kind,
             "recipe": asdict(self.recipe),
@@ -208,8 +213,6 @@ class Run:
             "versions": versions(),
         }
         if self.ranks.first:
-            self.model.save_pretrained(self.out / "model")
-            tokenizer.save_pretrained(self.out / "model")
             write_json(self.out / "training.json", told)
         return told
 
@@ -280,7 +283,7 @@ def main() -> int:
     stream = Stream(options.data, tokenizer, recipe.length)
     test = Stream(options.held_out, tokenizer, recipe.length)
     held_out = _all(test)
-    bigram = bigram_loss(stream.tokens, test.tokens)
+    bigram = bigram_loss(stream.tokens, held_out.numpy())
     results = []
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),

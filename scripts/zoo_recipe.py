@@ -190,15 +190,20 @@ class Stream:
         return known[1]
 
 
-def bigram_loss(train: Any, test: Any, prior: float = 16.0) -> float:
-    """Nats a token of a bigram model on `test`, its counts from `train`.
+def bigram_loss(train: Any, windows: Any, prior: float = 16.0) -> float:
+    """Nats a token of a bigram model, over the tokens that a model is scored on.
 
     p(b | a) = (n(a, b) + prior · p(b)) / (n(a) + prior), where p(b) has one added to every count.
+
+    Args:
+        train: tokens that are counted, (T,).
+        windows: tokens that are scored, all but the first of each window, (W, N).
+        prior: weight of the single tokens' frequencies.
     """
     pairs = np.zeros((VOCABULARY, VOCABULARY), np.float32)
     np.add.at(pairs, (train[:-1], train[1:]), 1)
     single = np.bincount(train, minlength=VOCABULARY) + 1.0
     single /= single.sum()
-    a, b = test[:-1], test[1:]
+    a, b = windows[:, :-1], windows[:, 1:]
     chance = (pairs[a, b] + prior * single[b]) / (pairs.sum(1)[a] + prior)
     return float(-np.log(chance).mean())

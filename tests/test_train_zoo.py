@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 import quantdiff
 
@@ -45,18 +46,19 @@ def start(tmp_path_factory):
         with lzma.open(folder / f"{option}.jsonl.xz", "wt", encoding="utf-8") as file:
             file.writelines(some)
     files = [word for option in texts for word in (option, str(folder / f"{option}.jsonl.xz"))]
-    return lambda out, *options: _start(out, *files, *options)
 
+    def start(out, *options):
+        command = [
+            sys.executable, str(SCRIPTS / "train_zoo.py"), "--size", "tiny", "--out", str(out),
+            "--dtype", "float32", "--every", "0", *files, *options,
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
 
-def _start(out, *options):
-    command = [
-        sys.executable, str(SCRIPTS / "train_zoo.py"), "--size", "tiny", "--out", str(out),
-        "--dtype", "float32", "--every", "0", *options,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    start.held_out = folder / "--held-out.jsonl.xz"
+    return start
 
 
 def finish(run):
@@ -72,8 +74,10 @@ def unbroken(start, tmp_path_factory):
     return out, told
 
 
-def test_all_three_are_trained_and_told(unbroken):
+def test_all_three_are_trained_and_told(recipe, start, unbroken):
     out, told = unbroken
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / KINDS[0] / "model")
+    held_out = recipe.Stream(start.held_out, tokenizer, 64)
     sizes = []
     for kind in KINDS:
         training = json.loads((out / kind / "training.json").read_text())
@@ -84,10 +88,22 @@ def test_all_three_are_trained_and_told(unbroken):
         assert training["held_out_loss"] == pytest.approx(records[-1]["held_out"], abs=0.05)
         assert kind in told
         model, tokenizer = quantdiff.load(out / kind / "model", device="cpu")
+        assert training["held_out_loss"] == pytest.approx(loss_of(model, held_out), abs=1e-6)
         assert tokenizer.decode(tokenizer("The whale rose.").input_ids) == "The whale rose."
         assert model.config.tie_word_embeddings
     assert max(sizes) / min(sizes) < 1.01
     assert (out / "curves.png").stat().st_size > 10_000
+
+
+def loss_of(model, stream):
+    """Nats a token, window by window, of the model that was saved."""
+    windows = torch.from_numpy(stream.tokens[: stream.windows * 64].astype("int64")).view(-1, 64)
+    losses = []
+    with torch.no_grad():
+        for row in windows:
+            logits = model(input_ids=row[None]).logits[0, :-1].double()
+            losses.append(-logits.log_softmax(-1)[range(63), row[1:]].mean())
+    return float(torch.stack(losses).mean())
 
 
 def test_killed_at_any_moment(start, unbroken, tmp_path):
@@ -146,7 +162,7 @@ def test_the_order_of_the_text(recipe):
 
 def test_bigram_loss(recipe):
     tokens = torch.randint(0, 4, (5000,), generator=torch.Generator().manual_seed(0)).numpy()
-    loss = recipe.bigram_loss(tokens, tokens, prior=1e-3)
+    loss = recipe.bigram_loss(tokens, tokens[None], prior=1e-3)
     joint = torch.zeros(4, 4, dtype=torch.float64)
     for a, b in pairwise(tokens.tolist()):
         joint[a, b] += 1
