@@ -65,8 +65,8 @@ BPE of 4,096 tokens, was trained on the training text alone.
 
 **What it is not good for.** Anything but measuring. It has seen {millions:.1f} million tokens of
 old and narrow prose, follows no instruction, knows no facts to rely on, and repeats the views of
-its sources. Its outliers are those of a small, briefly trained model: they need not say what happens in
-large ones. Contexts beyond {length} tokens were never trained.
+its sources. Its outliers are those of a small, briefly trained model: they need not say what
+happens in large ones. Contexts beyond {length} tokens were never trained.
 
 Made by `scripts/train_zoo.py --size {size} --kinds {kind} --dtype {dtype}` of quantdiff.
 """
