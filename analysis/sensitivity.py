@@ -60,7 +60,8 @@ class Sensitivity:
             each: `layer` or `head`; by default what there is.
             evaluation, metric: whose numbers are the costs: how much worse they are than those of
                 the model as it is. By default the KL divergence, or else the mean negative
-                log-likelihood.
+                log-likelihood, or else the first metric, such as `acc`, of which it is known
+                whether more is worse.
 
         Raises:
             UsageError: there is none, or more than one, or a cell of it failed or is missing.
@@ -81,6 +82,17 @@ class Sensitivity:
     def of_heads(self) -> bool:
         """Whether heads were tried, and not layers."""
         return any(isinstance(place, tuple) for place in self.costs)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that were tried, which need not be all that the model has.
+
+        Raises:
+            UsageError: heads were tried.
+        """
+        if self.of_heads:
+            raise UsageError("bits are shared out among layers, and these are the costs of heads")
+        return tuple(layer for layer in self.costs if isinstance(layer, int))
 
     @property
     def bits(self) -> list[int]:
@@ -122,8 +134,14 @@ class Sensitivity:
         return pd.DataFrame(rows, columns=[*names, "bits", "cost"])
 
     def uniform(self, bits: int) -> list[Scheme]:
-        """The schemes at some bits, in all layers and heads."""
-        return [dataclasses.replace(scheme, bits=bits) for scheme in self.template]
+        """The schemes at some bits, for all layers that were tried.
+
+        Raises:
+            UsageError: heads were tried.
+        """
+        return [
+            dataclasses.replace(scheme, bits=bits, layers=self.layers) for scheme in self.template
+        ]
 
 
 @dataclass(frozen=True)
@@ -146,13 +164,12 @@ class Allocation:
         return float(np.mean(list(self.bits.values())))
 
     def schemes(self) -> list[Scheme]:
-        """One scheme a site and width, for the layers that have it; for all where all have one."""
+        """One scheme a site and width, for the layers that have it."""
         found = []
         for width in sorted(set(self.bits.values())):
             layers = tuple(n for n, own in self.bits.items() if own == width)
-            some = None if len(layers) == len(self.bits) else layers
             found += [
-                dataclasses.replace(scheme, bits=width, layers=some) for scheme in self.template
+                dataclasses.replace(scheme, bits=width, layers=layers) for scheme in self.template
             ]
         return found
 
@@ -201,9 +218,7 @@ def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
     Raises:
         UsageError: a budget below the fewest bits that were measured, or heads.
     """
-    if sensitivity.of_heads:
-        raise UsageError("bits are shared out among layers, and these are the costs of heads")
-    costs = {layer: by for layer, by in sensitivity.costs.items() if isinstance(layer, int)}
+    costs = {layer: sensitivity.costs[layer] for layer in sensitivity.layers}
     # Total bits of the layers so far -> (cost, bits of each).
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for by in costs.values():

@@ -145,7 +145,7 @@ def _how(frame: pd.DataFrame) -> str:
     told = (
         f"{LEVEL} % percentile intervals of a paired bootstrap, {RESAMPLES:,} resamples of n "
         f"units, seed {SEED}; each is for itself, so that of many some exclude 0 by chance. An "
-        "interval without width means that no unit differs."
+        "interval without width means that no unit differs, or that all do by the same."
     )
     if "nll" in set(frame["metric"]):
         told += " nll is in nats a token, windows weighted by their tokens."

@@ -14,11 +14,15 @@ from quantdiff.analysis.sweep.lines import Measure, of_some
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.results import Row
 from quantdiff.analysis.text import literal
+from quantdiff.quantization.remedy import remedy
 
 __all__ = ["Measured", "data_of", "measured_groups"]
 
 _SHOWN = ("tokens", "questions", "seq_len")  # settings that are told where they differ
+_OF_MODEL = ("generation",)  # settings in which models may differ, as in their weights
 _MADE_BY = ("dtype", "device", "attention")  # entries of a model, as `sweep` itself compares them
+# Entries of a model that tell what something was calibrated on -> what that is.
+_CALIBRATED = {"calibration": "Static ranges", "remedies": "Remedies"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +59,25 @@ class _Evaluated:
             for row in self.run.results.rows
             if (row["model"], row["eval"]) == (self.model, self.evaluation)
         ]
+
+    def calibrations(self, row: Row) -> dict[str, str | None]:
+        """What a line was calibrated by: entries of the model, and their fingerprints.
+
+        That of the remedies stands with the model alone, for all in a folder see one text.
+        """
+        options = row["options"]
+        found: dict[str, str | None] = {}
+        if "calibration" in options:
+            found["calibration"] = options["calibration"]
+        if "remedy" in options and remedy(options["remedy"]).reads:
+            found["remedies"] = (self.about.get("remedies") or {}).get("fingerprint")
+        return found
+
+    def text(self, entry: str) -> str | None:
+        """Fingerprint of the text behind an entry of `calibrations`, if it is known."""
+        data = (self.about.get(entry) or {}).get("data") or {}
+        mark: str | None = data.get("fingerprint")
+        return mark
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +168,11 @@ def _facts(one: _Evaluated) -> Facts:
     versions = one.run.results.record["versions"]
     told = f"{literal(data['source'])} {fingerprint(data['data'])}"
     shown = {name: settings[name] for name in _SHOWN if name in settings}
-    rest = {name: value for name, value in settings.items() if name not in shown}
+    rest = {
+        name: value
+        for name, value in settings.items()
+        if name not in shown and name not in _OF_MODEL
+    }
     return {
         "evaluation": Fact(one.evaluation.partition(":")[0]),
         "data": Fact(data["data"], told),
@@ -162,7 +189,8 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
     rows: list[Row] = []
     folders: dict[str, Path] = {}
     owners: dict[tuple[str, str], SweepRun] = {}
-    ranges: dict[tuple[str, str], str | None] = {}  # the calibration of each line of a figure
+    calibrations: dict[tuple[str, str], dict[str, str | None]] = {}  # of each line of a figure
+    texts: dict[str, dict[str, dict[str | None, None]]] = {entry: {} for entry in _CALIBRATED}
     models: dict[str, Any] = {
         label: {"evaluations": {}, "calibration": None} for label in names.labels
     }
@@ -184,13 +212,15 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
                 continue
             if row["cell"] in folders and folders[row["cell"]] != one.run.folder:
                 continue  # the very same cell, in another folder
-            calibration = row["options"].get("calibration")
+            known = one.calibrations(row)
             if (
-                ranges.setdefault((one.label, _way(row, bits=False)), calibration) != calibration
+                calibrations.setdefault((one.label, _way(row, bits=False)), known) != known
                 or owners.setdefault(place, one.run) is not one.run
             ):
                 twice += 1
                 continue
+            for entry in known:
+                texts[entry].setdefault(one.label, {})[one.text(entry)] = None
             folders[row["cell"]] = one.run.folder
             rows.append(row | {"model": one.label, "eval": first.evaluation})
         if twice:
@@ -208,7 +238,7 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
         "versions": first.run.results.record["versions"],
         "commands": [],
     }
-    sentences += _calibrations(group)
+    sentences += _apart(texts)
     return Measured(
         evaluation=first.evaluation,
         source=first.source,
@@ -229,17 +259,14 @@ def _way(row: Row, *, bits: bool = True) -> str:
     return json.dumps([*parts, row["bits"]] if bits else parts, sort_keys=True)
 
 
-def _calibrations(group: Group[_Evaluated]) -> list[str]:
-    """Static ranges of several models, from more than one text."""
-    static = [
-        one
-        for one in group.members
-        if any("calibration" in row["options"] for row in one.rows) and one.about["calibration"]
-    ]
-    texts = {
-        one.label: (one.about["calibration"].get("data") or {}).get("fingerprint") for one in static
-    }
-    if len(set(texts.values())) < 2:
-        return []
-    told = ", ".join(f"{label} on {fingerprint(mark)}" for label, mark in texts.items())
-    return [f"Static ranges were calibrated on different texts: {told}."]
+def _apart(texts: dict[str, dict[str, dict[str | None, None]]]) -> list[str]:
+    """What was calibrated on more than one text, by the models that it is of."""
+    sentences = []
+    for entry, by_label in texts.items():
+        if len({mark for marks in by_label.values() for mark in marks}) > 1:
+            told = ", ".join(
+                f"{label} on {' and '.join(fingerprint(mark) for mark in marks)}"
+                for label, marks in by_label.items()
+            )
+            sentences.append(f"{_CALIBRATED[entry]} were calibrated on different texts: {told}.")
+    return sentences

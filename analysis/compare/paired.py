@@ -52,7 +52,7 @@ def units_of(items: Mapping[str, NDArray[Any]], metric: str, value: float) -> Un
     kind = "questions"
     if "tokens" in items:
         kind, weights = "windows", items["tokens"].astype(np.float64)
-    elif "text" in items:  # questions about one text are no independent draws
+    elif "text" in items:  # questions about one text, at whatever depth, are no independent draws
         kind = "texts"
         text = items["text"].astype(np.int64)
         sums, weights = np.bincount(text, sums), np.bincount(text, weights).astype(np.float64)

@@ -35,8 +35,8 @@ def evaluation(name: str, model: Any, tokenizer: Any, text: Text | None = None) 
     """Make an evaluation of a model.
 
     Args:
-        name: `perplexity`, `divergence`, `choice:FILE[@N]`, `lm-eval:TASK[@N]`, `needles[:N,R]`,
-            `order:FILE[@N]`; the class in each one's module says more.
+        name: `perplexity`, `divergence`, `choice:FILE[@N]`, `lm-eval:TASK[@N]`,
+            `needles[:N,R[@LENGTHS]]`, `order:FILE[@N]`; the class in each one's module says more.
         model: a causal language model.
         tokenizer: its tokenizer.
         text: for the evaluations that run on text.

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -201,6 +203,21 @@ def _name(task: str, metric: str, kind: str, several: bool) -> str:
     return (f"{task}:" if several else "") + metric + ("" if kind == "none" else f",{kind}")
 
 
+def _generation(model: Any, tasks: dict[str, Any]) -> dict[str, str]:
+    """Fingerprint of how a model generates, where tasks let it: no config and no tensor tells."""
+    asked = {instance.request_type for task in tasks.values() for instance in task.instances}
+    config = getattr(model, "generation_config", None)
+    if config is None or "generate_until" not in asked:
+        return {}
+    told = {
+        name: value
+        for name, value in config.to_dict().items()
+        if not name.startswith("_") and name != "transformers_version"  # where it comes from
+    }
+    content = json.dumps(told, sort_keys=True, default=str).encode()
+    return {"generation": hashlib.sha256(content).hexdigest()}
+
+
 def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> Harness:
     """Make `lm-eval:TASK` for a model.
 
@@ -224,6 +241,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> H
             "limit": limit,
             "fewshot_seed": FEWSHOT_SEED,
             "num_fewshot": {k: t.get_config("num_fewshot") for k, t in tasks["tasks"].items()},
-        },
+        }
+        | _generation(model, tasks["tasks"]),
         total=count,
     )

@@ -31,17 +31,22 @@ class Haystack:
     Attributes:
         length: tokens that it may have with its question and answer.
         depth: where the needles that are asked for stand, 0 at the start and 1 at the end.
+        sample: number of the text among those of its length: at all depths its words, cities,
+            numbers and answers are the same.
         cities, numbers: the needles; the first R of them are asked for.
         text: all of it, without a question.
         pairs: for each of the R questions the N numbers that may answer it.
+        gold: for each question the place of the right number among its pairs.
     """
 
     length: int
     depth: float
+    sample: int
     cities: tuple[str, ...]
     numbers: tuple[str, ...]
     text: str
     pairs: tuple[tuple[Pair, ...], ...]
+    gold: tuple[int, ...]
 
 
 def haystack(
@@ -58,7 +63,7 @@ def haystack(
         queries: R, how many are asked for.
         length: tokens at most, with question and answer.
         depth: in [0, 1].
-        sample: number of the text among those of its length and depth.
+        sample: number of the text among those of its length.
 
     Raises:
         UsageError: `length` is too short for the needles and a few words.
@@ -72,14 +77,17 @@ def haystack(
     hidden = draw.sample(list(zip(depths, cities, numbers, strict=True)), needles)
     begin = draw.randrange(len(_words()) - length)
     words = _words()[begin : begin + length]  # a word has at least a token
+    # Of equal scores the first counts: the right number must stand in no place of its own.
+    answers = [draw.sample(numbers, needles) for _ in range(queries)]
+    gold = tuple(each.index(numbers[query]) for query, each in enumerate(answers))
 
     def made(count: int) -> Haystack:
         text = _text(words[:count], hidden)
         pairs = tuple(
-            tuple(encoder.pair(f"{text}\n{_statement(c)}", f" {n}", "a haystack") for n in numbers)
-            for c in cities[:queries]
+            tuple(encoder.pair(f"{text}\n{_statement(c)}", f" {n}", "a haystack") for n in each)
+            for c, each in zip(cities, answers, strict=False)
         )
-        return Haystack(length, depth, cities, numbers, text, pairs)
+        return Haystack(length, depth, sample, cities, numbers, text, pairs, gold)
 
     least, most = 0, len(words)
     while least < most:

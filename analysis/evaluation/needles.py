@@ -32,16 +32,17 @@ class Needles(Evaluation):
 
     The form is that of arXiv 2410.05258, section 3.3: needles, each a magic number of a city, in a
     text of a given length; those that are asked for stand at depths 0, ¼, ½, ¾ and 1, the others
-    anywhere; `SAMPLES` texts for each length and depth. There the model writes the numbers; here,
-    for models too small to do so, each question is about one city, and its answers are the N
-    numbers in the text: chance is 1/N. A run reads lengths · 5 · `SAMPLES` · R · N sequences.
+    anywhere; `SAMPLES` texts for each length, each with its needles at all depths. There the model
+    writes the numbers; here, for models too small to do so, each question is about one city, and
+    its answers are the N numbers in the text, in an order that is drawn: chance is 1/N. A run reads
+    lengths · 5 · `SAMPLES` · R · N sequences.
 
     Metrics: `acc`, the share of questions whose number has the largest log-likelihood, and `exact`,
-    the share where greedy decoding would write it. Standard errors are over texts, whose R
-    questions are no independent draws.
+    the share where greedy decoding would write it. Standard errors are over texts: the R questions
+    about one at five depths share its words, cities and numbers, and are no independent draws.
 
-    Items, for each question: `length`, `depth`, `text` (its number), `correct`, `exact` (Q,),
-    `log_likelihoods` (Q, N) with the right number's in column `gold` (Q,).
+    Items, for each question: `length`, `depth`, `text` (its number, the same at all depths),
+    `correct`, `exact` (Q,), `log_likelihoods` (Q, N) with the right number's in column `gold` (Q,).
 
     Attributes:
         forward: the model.
@@ -71,18 +72,22 @@ class Needles(Evaluation):
                 self.forward, pairs, batch_size=batch_size, progress=progress, stop=stop
             )
         queries = len(self.texts[0].pairs)
-        gold = np.tile(np.arange(queries), len(self.texts))
+        gold = np.concatenate([text.gold for text in self.texts])
+        numbers: dict[tuple[int, int], int] = {}
+        for text in self.texts:
+            numbers.setdefault((text.length, text.sample), len(numbers))
         items = {
             "length": np.repeat([text.length for text in self.texts], queries),
             "depth": np.repeat([text.depth for text in self.texts], queries),
-            "text": np.repeat(np.arange(len(self.texts)), queries),
+            "text": np.repeat([numbers[t.length, t.sample] for t in self.texts], queries),
             "gold": gold,
             "log_likelihoods": scores,
             "correct": best(scores) == gold,
             "exact": greedy[np.arange(len(gold)), gold],
         }
+        asked = np.bincount(items["text"])  # questions about each text
         metrics = [
-            Metric(name, *mean(items[key].reshape(-1, queries).mean(1)), len(gold))
+            Metric(name, *mean(np.bincount(items["text"], items[key]) / asked), len(gold))
             for name, key in (("acc", "correct"), ("exact", "exact"))
         ]
         return Outcome(tuple(metrics), items)
@@ -134,7 +139,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> N
         name=name,
         data=digest.hexdigest(),
         settings={
-            "version": 1,
+            "version": 2,
             "needles": needles,
             "queries": queries,
             "lengths": lengths,

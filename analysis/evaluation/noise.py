@@ -126,18 +126,16 @@ class Noise(Evaluation):
     def _hidden(
         self, batch_size: int, progress: Callable[[int], None], stop: Callable[[], bool]
     ) -> Iterator[NDArray[np.float32]]:
-        """The real tokens' outputs of all layers, batch by batch, (L, tokens, channels)."""
+        """The real tokens' outputs of all layers, window by window, (L, tokens, channels)."""
         for batch in batched(self.windows.windows, batch_size, len, progress, stop):
             with _caught(self._layers) as outputs:
                 self.forward(batch, [scored(window) for window in batch])
+            layers = [x.float().cpu() for x in outputs]  # (B, N, channels) each
             longest = max(map(len, batch))
-            left = self.forward.padding_side == "left"
-            kept = torch.zeros(len(batch), longest, dtype=torch.bool)
             for row, window in enumerate(batch):
-                kept[row, -len(window) :] = True
-                if not left:
-                    kept[row] = torch.arange(longest) < len(window)
-            yield torch.stack([x.float().cpu()[kept] for x in outputs]).numpy()
+                start = longest - len(window) if self.forward.padding_side == "left" else 0
+                real = slice(start, start + len(window))
+                yield torch.stack([x[row, real] for x in layers]).numpy()
 
 
 @contextmanager

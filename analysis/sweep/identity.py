@@ -1,10 +1,13 @@
 """What the result of a cell depends on, as a hash."""
 
+import contextlib
 import functools
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ _UNIMPORTANT = {
     "architectures", "dtype", "torch_dtype", "use_cache", "_attn_implementation",
     "_attn_implementation_internal", "_attn_implementation_autoset",
 }  # fmt: skip
+_PLACES = {"name_or_path", "is_local", "local_files_only"}  # entries of a tokenizer, beside files
 
 
 def cell_id(
@@ -121,10 +125,26 @@ def _rules(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
-        return [*about, vocabulary, getattr(tokenizer, "init_kwargs", None)]
+        given = {
+            name: value
+            for name, value in getattr(tokenizer, "init_kwargs", {}).items()
+            if name not in _PLACES and not name.endswith("_file")
+        }
+        return [*about, vocabulary, given, _vocabulary_files(tokenizer)]
     rules = json.loads(backend.to_str())
     # What the last call padded and cut; every call sets it anew.
     return [*about, {k: v for k, v in rules.items() if k not in ("padding", "truncation")}]
+
+
+def _vocabulary_files(tokenizer: Any) -> dict[str, str]:
+    """SHA-256 of what a tokenizer saves its vocabulary as: merges and scores are in no list."""
+    if not hasattr(tokenizer, "save_vocabulary"):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(NotImplementedError):
+            tokenizer.save_vocabulary(folder)
+        files = Path(folder).iterdir()
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def _bytes(value: Tensor) -> memoryview:

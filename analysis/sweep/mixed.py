@@ -45,7 +45,7 @@ class Plan:
         sensitivity: by which bits were shared out.
         budget: bits of the average layer, at most.
         curve: the best allocations from the most bits down to the budget, see `share_out`.
-        uniform: the most bits that were tried and that keep the budget everywhere.
+        uniform: the most bits that were tried in all layers and that keep the budget.
     """
 
     sensitivity: Sensitivity
@@ -155,13 +155,19 @@ def plan_bits(sensitivity: Sensitivity, budget: float) -> Plan:
     """Share bits out among the layers under a budget of average bits.
 
     Raises:
-        UsageError: a budget below the fewest bits that were measured, costs of heads, or schemes
-            that are used together with different bits.
+        UsageError: a budget below the fewest bits that were measured, or below those that were
+            measured in all layers; costs of heads; or schemes that are used together with
+            different bits.
     """
     _check_alike(sensitivity.template)
     curve = tuple(share_out(sensitivity, budget))
-    uniform = max(bits for bits in sensitivity.bits if bits <= budget)
-    return Plan(sensitivity, budget, curve, uniform)
+    uniform = [bits for bits in sensitivity.bits if bits <= budget]
+    if not uniform:
+        raise UsageError(
+            f"no bits within a budget of {budget:g} were measured in all layers, so that mixed "
+            "bits have no uniform ones beside them: measure all layers at the same bits"
+        )
+    return Plan(sensitivity, budget, curve, max(uniform))
 
 
 def mixed_table(plan: Plan, results: SweepResults) -> RenderableType:

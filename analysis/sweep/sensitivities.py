@@ -23,6 +23,8 @@ def sensitivities(
 ) -> list[Sensitivity]:
     """All that were measured whole, by model and by the schemes that are used together.
 
+    Cells with a remedy say nothing of the model as it is and are left out.
+
     Args:
         results: of a sweep.
         evaluation, metric: as in `Sensitivity.of`.
@@ -34,7 +36,9 @@ def sensitivities(
     Raises:
         UsageError: there is no such metric.
     """
-    rows = [row for row in _whole(results) if _place(row) is not None]
+    rows = [
+        row for row in _whole(results) if _place(row) is not None and "remedy" not in row["options"]
+    ]
     chosen = {
         model: _cost_measure(results, [r for r in rows if r["model"] == model], evaluation, metric)
         for model in dict.fromkeys(row["model"] for row in rows)

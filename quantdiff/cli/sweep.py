@@ -213,7 +213,6 @@ def sweep(
     asked: set[str] = set()
     stopped = False
     with (
-        common.warnings_as_notes(),
         common.interruptible() as stop,
         cell_progress(quiet=quiet) as progress,
     ):
@@ -245,7 +244,8 @@ def sweep(
                     plan_bits(one, budget) for one in sensitivities(results) if not one.of_heads
                 ]
             for plan in plans:
-                results = compute([plan.sensitivity.model], plan.wanted)
+                own = _tables_of(plan, results, tables)
+                results = compute([plan.sensitivity.model], plan.wanted, tables=own)
         except Stopped:
             stopped = True
     if not first:
@@ -269,6 +269,18 @@ def _each(*, per_layer: bool, per_head: bool, budget: float | None) -> str | Non
     if budget is not None and not per_layer:
         raise UsageError("--budget shares bits out by what layers cost: add --per-layer")
     return "layer" if per_layer else "head" if per_head else None
+
+
+def _tables_of(plan: "Plan", results: "SweepResults", tables: Sequence[Path]) -> list[Path]:
+    """The tables, one at most, whose static ranges a plan goes on with."""
+    from quantdiff.analysis.sweep.identity import table_fingerprint
+    from quantdiff.calibration import CalibrationTable
+
+    one = plan.sensitivity
+    if not any(scheme.static for scheme in one.template):
+        return []
+    known = results.record["models"][one.model]["calibration"]["fingerprint"]
+    return [path for path in tables if table_fingerprint(CalibrationTable.load(path)) == known]
 
 
 def _whole_numbers(entries: list[str]) -> list[int]:

@@ -91,11 +91,21 @@ def test_the_budget_is_kept_and_the_way_goes_down(costs, budget):
         # None costs less with as few bits.
         least = min(cost for other, cost in every.items() if sum(other) <= sum(bits))
         assert x.expected == pytest.approx(least)
-        every_layer = tuple(range(len(costs)))
-        layers = [n for scheme in x.schemes() for n in scheme.layers or every_layer]
+        layers = [n for scheme in x.schemes() for n in scheme.layers]
         assert sorted(layers) == list(range(len(costs)))
     affordable = [cost for bits, cost in every.items() if sum(bits) <= budget * len(costs) + 1e-9]
     assert way[-1].expected == pytest.approx(min(affordable))
+
+
+def test_schemes_are_for_the_layers_that_were_tried_alone():
+    found = Sensitivity((SCHEME,), {n: {8: 0.0, 4: 1.0} for n in (0, 2)})
+    (mixed,) = share_out(found, 8)[-1].schemes()
+    assert (mixed.bits, mixed.layers) == (8, (0, 2))
+    (uniform,) = found.uniform(4)
+    assert (uniform.bits, uniform.layers) == (4, (0, 2))
+    of_heads = Sensitivity((SCHEME,), {(0, 1): {4: 1.0}})
+    with pytest.raises(UsageError, match="costs of heads"):
+        of_heads.uniform(4)
 
 
 def test_ranks_share_their_places():

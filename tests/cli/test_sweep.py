@@ -276,6 +276,24 @@ def test_layers_ranked_and_bits_shared_out(small, tmp_path):
     assert told["missing"] == 0
 
 
+def test_bits_of_static_ranges_are_shared_out_with_their_tables(run, small, models, tmp_path):
+    for number, model in enumerate(models):
+        code, _, _ = run(
+            "calibrate", model, "--tokens", 96, "--seq-len", 24, "--out", tmp_path / str(number)
+        )
+        assert code == 0
+    code, out, err = small(
+        "--range", "absmax,dynamic", "--bits", "16,4", "--per-layer", "--budget", 4,
+        "--table", tmp_path / "0", "--table", tmp_path / "1", "--eval", "divergence", "--json",
+        models=models,
+    )  # fmt: skip
+    assert code == 0, err
+    plans = json.loads(out)["plans"]
+    assert len(plans) == 2 * 2
+    assert all(plan["measured"] is not None for plan in plans)
+    assert not (tmp_path / "out" / "calibration").exists()
+
+
 def test_nothing_to_rank_layers_by(small):
     refused(small("--bits", "4", "--per-layer", "--eval", "noise"), "noise", "--eval divergence")
 

@@ -246,6 +246,61 @@ class TestSweepsTogether:
         assert comparison.accuracy()["bits"].tolist() == [8]
         assert any("second time" in warning for warning in comparison.warnings)
 
+    @pytest.mark.parametrize(
+        ("remedy", "texts", "bits"),
+        [
+            ("gptq", ("a", "b"), [8]),
+            ("gptq", ("a", "a"), [8, 4]),
+            ("rotate", ("a", "b"), [8, 4]),  # it sees none
+            ("rotate", ("a", None), [8, 4]),
+        ],
+    )
+    def test_remedies_of_other_texts_do_not_stand_in_one_line(self, tmp_path, remedy, texts, bits):
+        told = {"evaluations": {"perplexity": evaluated("perplexity")}}
+        for name, text, width in zip(("one", "two"), texts, (8, 4), strict=True):
+            seen = text and {"fingerprint": text, "data": {"fingerprint": text}}
+            folder = write_sweep(tmp_path / name, {"m": told | {"remedies": seen}}, [])
+            options = {"symmetric": True, "remedy": remedy}
+            write_record(folder, read_record(folder) | {"cells": [name]})
+            rows = [line(name, "m", "perplexity", width, "perplexity", value=20.0, options=options)]
+            ResultsFile(folder).append(rows)
+        comparison = quantdiff.compare(tmp_path / "one", tmp_path / "two")
+        assert comparison.accuracy()["bits"].tolist() == bits
+        assert any("second time" in told for told in comparison.warnings) == (len(bits) == 1)
+
+    def test_all_texts_that_something_was_calibrated_on_are_told(self, tmp_path):
+        def write(name, model, calibrated, **way):
+            entry, text = calibrated
+            about = {entry: {"fingerprint": text, "data": {"fingerprint": text}}}
+            told = {"evaluations": {"perplexity": evaluated("perplexity")}} | about
+            folder = write_sweep(tmp_path / name, {model: told}, [])
+            write_record(folder, read_record(folder) | {"cells": [name]})
+            rows = [line(name, model, "perplexity", 8, "perplexity", value=20.0, **way)]
+            ResultsFile(folder).append(rows)
+            return folder
+
+        static = {"options": {"symmetric": True, "calibration": "c"}}
+        smooth = {"options": {"symmetric": True, "remedy": "smooth:0.5"}}
+        comparison = quantdiff.compare(
+            write("1", "m", ("calibration", "one"), range="mse", **static),
+            write("2", "m", ("calibration", "two"), range="absmax", **static),
+            write("3", "m", ("remedies", "one"), **smooth),
+            write("4", "n", ("remedies", "two"), **smooth),
+        )
+        assert {told for told in comparison.warnings if "calibrated" in told} == {
+            "Static ranges were calibrated on different texts: m on one and two.",
+            "Remedies were calibrated on different texts: m on one, n on two.",
+        }
+
+    def test_models_that_generate_otherwise_are_compared(self, tmp_path):
+        name = "lm-eval:task"
+        models = {
+            model: {"evaluations": {name: evaluated(name, generation=model)}} for model in "ab"
+        }
+        cells = [(model, name, 16, answers(number)) for number, model in enumerate("ab")]
+        comparison = quantdiff.compare(write_sweep(tmp_path / "s", models, cells))
+        assert set(comparison.accuracy()["group"]) == {1}
+
 
 class TestNames:
     def test_a_model_of_a_profile_and_a_sweep_is_one(self, trio, swept):

@@ -101,6 +101,24 @@ def test_generation_is_lm_evals(tokenizer, tmp_path, questions):
     assert run(model, tokenizer, path, 5, context).metrics[0].count == len(QUESTIONS)
 
 
+def test_how_a_model_generates_is_a_setting_of_tasks_that_generate(
+    tokenizer, tmp_path, questions, task
+):
+    model = tiny_llama(max_position_embeddings=1024)
+    path = write_task(tmp_path, questions, template=GENERATION)
+
+    def settings(argument):
+        return evaluation(f"lm-eval:{argument}@2", model, tokenizer).settings
+
+    before = settings(path), settings(task)
+    run(model, tokenizer, f"{path}@2")
+    assert settings(path) == before[0]
+    model.generation_config.repetition_penalty = 1.5
+    assert settings(path) != before[0]
+    assert settings(task) == before[1]
+    assert before[0].keys() - before[1].keys() == {"generation"}
+
+
 def test_equals_choice_within_contexts(tokenizer, questions, task):
     model = tiny_llama(max_position_embeddings=1024)
     quantized = functools.partial(fake_quantize, model, Scheme("attention_logits", bits=4))

@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from quantdiff import Scheme, UsageError, fake_quantize
+from quantdiff.analysis.compare.paired import units_of
 from quantdiff.analysis.evaluation import evaluation, needles
 from quantdiff.analysis.evaluation.haystack import haystack
 from quantdiff.analysis.evaluation.needles import DEPTHS
@@ -37,9 +39,12 @@ def test_a_haystack_holds_what_it_says(depth, bos):
     words = sum(len(line.split()) for line in lines if "magic" not in line)
     assert places[:2] == [round(depth * words)] * 2
     longest = 0
-    for city, choices in zip(made.cities, made.pairs, strict=False):
-        assert len(choices) == 4
-        for number, pair in zip(made.numbers, choices, strict=True):
+    for query, choices in enumerate(made.pairs):
+        city = made.cities[query]
+        answers = [tokenizer.decode(pair.continuation).removeprefix(" ") for pair in choices]
+        assert sorted(answers) == sorted(made.numbers)
+        assert answers[made.gold[query]] == made.numbers[query]
+        for number, pair in zip(answers, choices, strict=True):
             whole = tokenizer(f"{made.text}\nThe magic number for {city} is {number}")["input_ids"]
             assert list(pair.context + pair.continuation) == whole
             assert tokenizer.decode(pair.continuation) == f" {number}"
@@ -50,7 +55,7 @@ def test_a_haystack_holds_what_it_says(depth, bos):
 
 def test_samples_of_all_depths_differ_in_nothing_else():
     made = [haystack(Encoder(tiny_tokenizer()), 3, 1, 400, depth, 1) for depth in DEPTHS]
-    assert len({(each.cities, each.numbers) for each in made}) == 1
+    assert len({(each.cities, each.numbers, each.gold) for each in made}) == 1
     assert len({" ".join(sorted(each.text.split())) for each in made}) == 1
     assert len({each.text for each in made}) == len(DEPTHS)
     other = haystack(Encoder(tiny_tokenizer()), 3, 1, 400, 0.5, 2)
@@ -68,7 +73,10 @@ def test_equals_a_plain_loop(model, tokenizer, few):
     items = outcome.items
     np.testing.assert_allclose(items["log_likelihoods"], again.items["log_likelihoods"], rtol=1e-5)
     number = 0
-    for count, text in enumerate(made.texts):
+    answers: dict[tuple[int, int], list[bool]] = {}  # by length and sample, at all depths
+    for text in made.texts:
+        of_text = answers.setdefault((text.length, text.sample), [])
+        count = list(answers).index((text.length, text.sample))
         for query in range(2):
             scores, exact = [], []
             for pair in text.pairs[query]:
@@ -78,16 +86,32 @@ def test_equals_a_plain_loop(model, tokenizer, few):
                 scores.append(sum(float(log_p[i, ids[i + 1]]) for i in rows))
                 exact.append(all(int(log_p[i].argmax()) == ids[i + 1] for i in rows))
             np.testing.assert_allclose(items["log_likelihoods"][number], scores, rtol=1e-5)
-            assert items["correct"][number] == (np.argmax(scores) == query)
-            assert items["exact"][number] == exact[query]
+            gold = text.gold[query]
+            of_text.append(np.argmax(scores) == gold)
+            assert items["correct"][number] == of_text[-1]
+            assert items["exact"][number] == exact[gold]
             found = [items[key][number] for key in ("length", "depth", "text", "gold")]
-            assert found == [text.length, text.depth, count, query]
+            assert found == [text.length, text.depth, count, gold]
             number += 1
-    by_text = items["correct"].reshape(-1, 2).mean(1)
+    by_text = np.array([np.mean(of_text) for of_text in answers.values()])
+    assert len(by_text) == 2 * 2
     acc = outcome.metrics[0]
     assert acc.value == pytest.approx(items["correct"].mean())
     assert acc.stderr == pytest.approx(by_text.std(ddof=1) / len(by_text) ** 0.5)
     assert acc.count == made.total
+    units = units_of(items, "acc", acc.value)
+    assert (units.kind, units.weights.tolist()) == ("texts", [len(DEPTHS) * 2] * 4)
+    assert units.sums / units.weights == pytest.approx(by_text)
+
+
+def test_the_right_number_has_no_place_of_its_own(tokenizer):
+    model = tiny_llama(max_position_embeddings=1024)
+    torch.nn.init.zeros_(model.lm_head.weight)  # all answers are alike
+    outcome = evaluation("needles:3,1@260", model, tokenizer).run(batch_size=64)
+    scores, gold = outcome.items["log_likelihoods"], outcome.items["gold"]
+    assert (scores == scores[:, :1]).all()
+    assert set(gold) == set(range(3))
+    assert outcome.metrics[0].value == (gold == 0).mean() <= 0.5
 
 
 class Copying:

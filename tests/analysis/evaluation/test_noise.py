@@ -82,6 +82,15 @@ def test_without_quantization_there_is_no_noise(tokenizer, text, tmp_path):
         assert (metric.name, metric.value) == ("snr_hidden", NOISELESS)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_windows_are_compared_with_themselves_in_any_batches(side, tokenizer, text, tmp_path):
+    made = evaluation("noise", tiny_llama(), tokenizer, Text(text, tokens=100, seq_len=30))
+    made.forward.padding_side = side
+    made.prepare(tmp_path, batch_size=1)
+    for batch_size in (2, 3):
+        assert made.run(batch_size=batch_size).metrics[0].value > 100  # dB: that of fp32
+
+
 def test_at_most_so_many_tokens(tokenizer, tmp_path):
     made = evaluation("noise", tiny_llama(), tokenizer, Text("corpus", 10 * MOST, 64))
     assert made.total == MOST

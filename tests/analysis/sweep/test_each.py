@@ -198,11 +198,35 @@ def test_mixed_bits_are_measured_beside_uniform_ones(run, model, tmp_path):
 def test_a_budget_that_all_layers_keep_is_uniform(run, model):
     results = run([model], WEIGHTS, "layer")
     plan = plan_bits(Sensitivity.of(results), 8)
-    assert all(scheme.layers is None for scheme in plan.wanted[0])
+    every_layer = tuple(range(LAYERS))
+    assert all(scheme.layers == every_layer for schemes in plan.wanted for scheme in schemes)
     results = run([model], plan.wanted, None)
     mixed, uniform = plan.measured(results)
     assert mixed == uniform
     assert len(results.record["cells"]) == 1 + len(WEIGHTS) * LAYERS + 1
+
+
+def test_layers_that_were_not_tried_stay_as_they_are(run, model):
+    wanted = [Scheme("weights", bits, layers=(n,)) for bits in (8, 4) for n in (0, 2)]
+    plan = plan_bits(Sensitivity.of(run([model], [[], *wanted], None)), 8)
+    (mixed,), (uniform,) = plan.wanted
+    assert mixed == uniform == Scheme("weights", 8, layers=(0, 2))
+
+
+def test_costs_are_those_without_a_remedy(run, model):
+    plain = Sensitivity.of(run([model], WEIGHTS[:2], "layer"))
+    wanted = [Scheme(one.site, one.bits, layers=(n,)) for (one,) in WEIGHTS for n in range(LAYERS)]
+    results = run([model], wanted[: 2 * LAYERS], None, remedies=("rotate",))
+    assert any("remedy" in row["options"] for row in results.rows)
+    assert Sensitivity.of(results) == plain
+
+
+def test_a_budget_without_bits_in_common_is_refused():
+    found = Sensitivity(
+        tuple(WEIGHTS[0]), {0: {8: 0.1, 4: 0.2}, 1: {6: 0.1, 3: 0.3}}, "live", "divergence", "kl"
+    )
+    with pytest.raises(UsageError, match="no bits within a budget of 6 were measured in all"):
+        plan_bits(found, 6)
 
 
 def test_budgets_are_refused_before_anything_is_measured():

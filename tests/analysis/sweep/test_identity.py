@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer, CTRLTokenizer
 
 from quantdiff import Scheme, calibrate
 from quantdiff.analysis.sweep.identity import (
@@ -91,6 +92,23 @@ class TestModel:
         prints = {model_fingerprint(model, tokenizer) for model in models}
         prints.add(model_fingerprint(tiny_llama(), tiny_tokenizer(bos=False)))
         assert len(prints) == len(models) + 1
+
+    def test_tokenizers_without_a_backend_may_be_moved_but_not_changed(self, tmp_path):
+        """Bytes without files, and merges that no vocabulary tells of."""
+        model, words = tiny_llama(), {"<unk>": 0, "t@@": 1, "h@@": 2, "e</w>": 3, "he</w>": 4}
+        prints = {}
+        for name, merge in (("a", "h e</w>"), ("b", "h e</w>"), ("c", "t h")):
+            folder = tmp_path / name
+            ByT5Tokenizer().save_pretrained(folder / "bytes")
+            bytes_ = ByT5Tokenizer.from_pretrained(folder / "bytes")
+            (folder / "vocab.json").write_text(json.dumps(words))
+            (folder / "merges.txt").write_text(f"#version: 0.2\n{merge}\n")
+            merged = CTRLTokenizer.from_pretrained(folder)
+            prints[name] = [model_fingerprint(model, one) for one in (bytes_, merged)]
+        assert prints["a"] == prints["b"]
+        assert [one == other for one, other in zip(prints["a"], prints["c"], strict=True)] == [
+            True, False,
+        ]  # fmt: skip
 
     def test_tied_tensors_are_tied(self):
         tied, untied = (tiny_llama(tie_word_embeddings=tie) for tie in (True, False))
