@@ -29,7 +29,8 @@ def read_passages(
 
     Raises:
         UsageError: the file cannot be read; a line lacks something; an answer is not in its text,
-            or more than once; a passage is too long; the tokenizer tells no offsets.
+            or more than once; a passage is too long; the tokenizer tells no offsets, or puts
+            several different tokens first.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError("passages need a fast tokenizer, which tells where its tokens stand")

@@ -15,7 +15,7 @@ from quantdiff.files import write_bytes, write_json
 from quantdiff.quantization.scheme import STATIC
 from quantdiff.statistics.activations import RECORDED
 from quantdiff.statistics.arrays import Arrays, from_arrays, to_arrays
-from quantdiff.statistics.storage import read_content
+from quantdiff.statistics.storage import read_branches, read_content
 
 __all__ = ["FORMAT", "load_table", "same", "save_table", "to_json"]
 
@@ -104,18 +104,12 @@ def load_table(folder: Path) -> CalibrationTable:
         arrays = load_tensors((folder / "calibration.safetensors").read_bytes())
         described = content[SITE]["sites"]
         held = any(name.startswith(f"{_EARLIER}.") for name in arrays)
-        # Of a layer with cross-attention the site with more heads tells the branches.
-        branches: dict[int, list[int | None]] = {}
-        for site in described:
-            heads = [head["branch"] for head in site["heads"]]
-            if len(heads) > len(branches.get(site["layer"], [])):
-                branches[site["layer"]] = heads
         return CalibrationTable(
             model=content["model"],
             data=content["data"],
             definition=content["definition"][SITE],
             sites=from_arrays(SITE, described, arrays),
-            branches=branches,
+            branches=read_branches(described),
             earlier=from_arrays(_EARLIER, described, arrays) if held else None,
             more={
                 kind: Kind(

@@ -97,8 +97,10 @@ def text_windows(source: str | Path, tokenizer: Any, *, tokens: int, seq_len: in
     out. A last window of a single token is dropped.
 
     Only as much text is read as the windows need. It is tokenized in pieces of at most 32,768
-    characters, cut before a single space between words: a byte-level BPE gives the same tokens
-    as for the text in one; one that marks the start of a text may give an extra mark per piece.
+    characters, cut before a single space between words, or behind a single line end: a byte-level
+    BPE gives the same tokens as for the text in one; one that marks the start of a text may give an
+    extra mark per piece. A piece that has no such place is cut at its last character, where a few
+    tokens may differ.
 
     Args:
         source: a `--data` value, see `read_documents`.
@@ -108,7 +110,7 @@ def text_windows(source: str | Path, tokenizer: Any, *, tokens: int, seq_len: in
 
     Raises:
         UsageError: `tokens` or `seq_len` below 2, a source that cannot be read, or one whose
-            text gives no window.
+            text gives no window; a tokenizer that puts several different tokens first.
     """
     if tokens < 2:
         raise UsageError(f"{tokens} tokens are no text window: ask for at least 2 tokens")
@@ -179,11 +181,21 @@ def _token_ids(tokenizer: Any, text: str, add_special_tokens: bool = False) -> l
 
 
 def added_bos(tokenizer: Any) -> int | None:
-    """Id that the tokenizer puts before a text by itself; found by trying, whatever its class."""
+    """Id that the tokenizer puts before a text by itself; found by trying, whatever its class.
+
+    Raises:
+        UsageError: it puts several different ones there.
+    """
     plain = _token_ids(tokenizer, _PROBE)
     marked = _token_ids(tokenizer, _PROBE, add_special_tokens=True)
     starts = [i for i in range(len(marked)) if plain and marked[i : i + len(plain)] == plain]
     if starts:
+        before = marked[: starts[0]]
+        if len(set(before)) > 1:
+            raise UsageError(
+                f"the tokenizer puts the {len(before)} tokens {before} before a text by itself, "
+                "where a window begins with one at most; let its post-processor add one or none"
+            )
         return marked[0] if starts[0] else None
     # The probe itself may read otherwise after a BOS.
     return marked[0] if marked and marked[0] == tokenizer.bos_token_id else None

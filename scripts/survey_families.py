@@ -84,23 +84,22 @@ def _compare_hidden(profile: Any, model: torch.nn.Module, given: dict[str, Tenso
     """Every layer's output, and the model's own list of hidden states where it gives one."""
     sites = profile.hidden_states.sites
     modules = dict(model.named_modules())
-    outputs: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+    outputs: dict[str, Tensor] = {}
 
     def keep(name):
         def hook(module, args, output):
-            first = output if isinstance(output, Tensor) else output[0]
-            outputs[name].append(first)
+            outputs[name] = output if isinstance(output, Tensor) else output[0]
 
         return hook
 
-    handles = [modules[name].register_forward_hook(keep(name)) for name in outputs]
+    handles = [modules[site.name].register_forward_hook(keep(site.name)) for site in sites]
     with torch.no_grad():
         states = model(**given, use_cache=False, output_hidden_states=True).get("hidden_states")
     for handle in handles:
         handle.remove()
     real = given["attention_mask"].bool()
     for site in sites:
-        values = torch.cat([output[real].flatten().double() for output in outputs[site.name]])
+        values = outputs[site.name][real].flatten().double()
         if len(values) != site.count[0]:
             return f"hidden states of {site.name}: {site.count[0]} counted, {len(values)} there"
         largest, mean = float(values.abs().max()), float(values.mean())
@@ -108,10 +107,9 @@ def _compare_hidden(profile: Any, model: torch.nn.Module, given: dict[str, Tenso
         if not near or abs(site.moments.mean[0] - mean) > 1e-4 * float(values.std()):
             return f"hidden states of {site.name}: {float(site.absmax[0])} against {largest}"
     # Of the model's own list the last entry has been through the final norm.
-    once = all(len(kept) == 1 for kept in outputs.values())
-    if states is not None and once and len(states) == len(sites) + 1:
+    if states is not None and len(states) == len(sites) + 1:
         for site, state in zip(sites[:-1], states[1:-1], strict=True):
-            if not torch.equal(state, outputs[site.name][0]):
+            if not torch.equal(state, outputs[site.name]):
                 return f"hidden states of {site.name} are not those that the model calls so"
     return ""
 

@@ -136,6 +136,35 @@ def make(attention, **options):
         return Model(attention, **options).eval()
 
 
+class TwoWidths(nn.Module):
+    """A block of two attentions, of four heads and of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = (Plain(heads) for heads in (4, 2))
+
+    def forward(self, x):
+        return self.narrow(self.wide(x))
+
+
+class Plain(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.qkv = heads, nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+def two_widths():
+    """Layers with attentions of other head counts; takes (batch, tokens, 16)."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(TwoWidths(), TwoWidths()).eval()
+
+
 IDS = torch.randint(0, 300, (2, 11), generator=torch.Generator().manual_seed(1))
 CAUSAL = torch.ones(11, 11, dtype=torch.bool).tril()
 

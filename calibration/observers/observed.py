@@ -35,10 +35,15 @@ class Pieces:
     first: int
 
     @cached_property
+    def total(self) -> Array:
+        """Sum of the magnitudes, (G,)."""
+        return np.asarray(self._tails[1][:, 0])
+
+    @cached_property
     def mean(self) -> Array:
         """Mean magnitude, zeros included, (G,); 0 for an empty group."""
-        total = self.counts.sum(1) + self.zeros
-        return np.asarray(self._tails[1][:, 0] / np.maximum(total, 1))
+        count = self.counts.sum(1) + self.zeros
+        return np.asarray(self.total / np.maximum(count, 1))
 
     @cached_property
     def squares(self) -> Array:

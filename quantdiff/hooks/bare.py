@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from quantdiff.errors import RecordingError
+from quantdiff.hooks.complete import check_once
 from quantdiff.hooks.entrance import in_backward
 from quantdiff.hooks.flash import FlashCall, FlashMode, flash_is_there
 from quantdiff.hooks.found import Found
@@ -121,11 +122,7 @@ class BareCalls:
                 f"{self._found.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
             )
         module = self._found.owner(module)
-        if now.entered[module] > 1:
-            raise RecordingError(
-                f"{module} is called several times in a forward pass and attends in them; which "
-                "attention this is cannot be told"
-            )
+        check_once(module, now.entered[module])
         copied = isinstance(call, FlashCall)
         turn, fresh = now.place(module, *call.tensors, copied=copied)
         call.again = not fresh

@@ -1,4 +1,4 @@
-"""Whether all that should have been seen in a forward pass was seen."""
+"""Whether all that should have been seen in a forward pass was seen, and once."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,26 @@ from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import is_cross
 from quantdiff.hooks.passes import Pass
 
-__all__ = ["check_complete", "site_key"]
+__all__ = ["check_complete", "check_once", "site_key"]
 
 
 def site_key(name: str, branch: int | None) -> str:
     """What a site's calls are counted under in a pass; a layer may have the site's name."""
     return f"{name} (logits)" if branch is None else f"{name} (branch {branch})"
+
+
+def check_once(name: str, calls: int) -> None:
+    """Refuse a module that is called again in a pass, before that is pooled with its first call.
+
+    Raises:
+        RecordingError: names it.
+    """
+    if calls > 1:
+        raise RecordingError(
+            f"{name} is called several times in a forward pass, so that the numbers of its calls "
+            "could not be told apart; give each call a module of its own, which may share the "
+            "parameters"
+        )
 
 
 def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[str]) -> None:
@@ -30,12 +44,13 @@ def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[st
     """
     # A decoder half stands without its encoder: its cross-attention may stay silent.
     attention = [name for name, _ in found.attention if not is_cross(name)]
-    attention += [f"{name} (heads)" for name, _ in found.heads]
+    ran = [(name, now.fired[f"{name} (attention)"]) for name in attention]
+    ran += [(name, now.fired[f"{name} (heads)"]) for name, _ in found.heads]
+    ran += [(name, now.fired[name]) for name, _ in found.layers]
     left = next(iter(now.pending), None)
     if left is not None:
         raise RecordingError(f"the maps of {left} were not measured: it was never left")
-    expected = attention + [name for name, _ in found.layers]
-    silent = [name for name in expected if not now.fired[name]]
+    silent = [name for name, calls in ran if not calls]
     if silent:
         raise RecordingError(
             f"{len(silent)} hooks never fired in a forward pass, the first at {silent[0]}; "

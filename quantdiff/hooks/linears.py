@@ -7,7 +7,7 @@ from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
 from quantdiff.hooks.passes import Pass
 
-__all__ = ["input_rows", "input_width", "linear_modules"]
+__all__ = ["in_order", "input_rows", "input_width", "linear_modules"]
 
 
 def linear_modules(found: Found) -> dict[str, nn.Module]:
@@ -26,7 +26,23 @@ def input_width(module: nn.Module) -> int:
     return int(module.in_features if isinstance(module, nn.Linear) else module.nx)  # type: ignore[arg-type]
 
 
-def input_rows(name: str, x: Tensor, now: Pass) -> Tensor:
+def in_order(found: Found, name: str) -> bool:
+    """Whether inputs (B·N, C) of a linear module are the tokens of a pass in their order.
+
+    Those of an expert are the tokens that were sent to it, which may be just as many. It is told by
+    its name, or by the list in its layer that it stands in.
+    """
+    layer = layer_of(name, found.layers)
+    assert layer is not None, name
+    outer = found.layers[layer][0]
+    parts = name[len(outer) :].split(".")[1:]
+    places = [".".join([outer, *parts[:end]]) for end in range(1, len(parts))]
+    lists = any(isinstance(found.modules[p], nn.ModuleList | nn.ModuleDict) for p in places)
+    expert = any("expert" in part.lower() and "shared" not in part.lower() for part in parts)
+    return not lists and not expert
+
+
+def input_rows(name: str, x: Tensor, now: Pass, found: Found) -> Tensor:
     """The inputs of a linear module, a row a token of the pass, (B·N, C).
 
     Raises:
@@ -38,9 +54,11 @@ def input_rows(name: str, x: Tensor, now: Pass) -> Tensor:
             "that reads it; give the 2-D mask of the padding, or leave linear_inputs out"
         )
     batch, rows = now.batch.shape
-    if tuple(x.shape[:-1]) not in ((batch, rows), (batch * rows,)):
+    given = tuple(x.shape[:-1])
+    if given != (batch, rows) and not (given == (batch * rows,) and in_order(found, name)):
         raise RecordingError(
             f"the inputs of {name}, {tuple(x.shape)}, are not the {batch} sequences of {rows} "
-            "tokens of the pass, so that their places cannot be told; leave linear_inputs out"
+            "tokens of the pass in their order, so that their places cannot be told; leave "
+            "linear_inputs out"
         )
     return x.reshape(-1, x.shape[-1])

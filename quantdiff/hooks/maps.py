@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quantdiff.attention.layouts import layout
 from quantdiff.errors import RecordingError, UnknownLayoutWarning, UsageError
+from quantdiff.hooks.complete import check_once
 from quantdiff.hooks.entrance import in_backward
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
@@ -49,6 +50,7 @@ class Lambdas:
             if in_backward() or self._found.family(name).layout != "adjacent_shared":
                 return
             now = current(name)
+            check_once(name, now.entered[name])
             if not isinstance(output, Tensor) or tuple(output.shape[:2]) != now.batch.shape:
                 raise RecordingError(f"{name}.lambda_proj gives no (sequences, tokens, pairs) of λ")
             lam = torch.sigmoid(output.detach())  # (B, N, h), in the model's dtype, as it uses it

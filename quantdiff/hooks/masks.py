@@ -82,7 +82,7 @@ def read_sdpa(call: SdpaCall) -> tuple[Visible, Bias | None]:
         return _upper_left(batch, rows, keys, device), None
     if call.mask is None:
         return Visible.everything(batch, rows, keys, device), None
-    return _from_tensor(call, call.mask)
+    return _from_tensor(call, call.mask[(None,) * (4 - call.mask.dim())])
 
 
 def read_heads(call: HeadsCall) -> tuple[Visible, Bias | None]:
@@ -280,7 +280,8 @@ def _from_tensor(call: AttentionCall | SdpaCall, mask: Tensor) -> tuple[Visible,
     # lower half of the range masks, anything above is a position bias.
     floor = torch.finfo(mask.dtype).min / 2
     visible = _from_rows(lambda i, j: mask[:, :, i:j] > floor, batch, rows, keys, mask.device)
-    biased = any(
+    # A bias that is learned may be zero so far.
+    biased = mask.requires_grad or any(
         bool(((block := mask[:, :, i : i + _ROWS]) > floor).logical_and(block != 0).any())
         for i in range(0, rows, _ROWS)
     )

@@ -133,8 +133,15 @@ class Pass:
                 "leaves tokens out in some layers does not with logits_to_keep=0"
             )
         options = getattr(call, "options", {})
+        # Without a mask of its own for each head, calls of any number of heads see the same.
+        mask: Any = call.mask
+        per_head = getattr(mask, "ndim", 0) > 2 and mask.shape[-3] > 1
+        heads = call.query.shape[1] if per_head else None
+        # It may be filled anew, in place, for the next layer.
+        counted = isinstance(mask, Tensor) and not mask.is_inference()
+        version = mask._version if counted else None
         key = (
-            type(call), id(call.mask), getattr(call, "implementation", None), call.query.shape[1],
+            type(call), id(mask), version, getattr(call, "implementation", None), heads,
             call.key.shape[2], options.get("sliding_window"), options.get("is_causal"),
             getattr(getattr(call, "module", call), "is_causal", None),
             getattr(call, "window", None), getattr(call, "packed", None),

@@ -12,7 +12,7 @@ from quantdiff.errors import RecordingError, UsageError
 from quantdiff.hooks import dispatch
 from quantdiff.hooks.bare import BareCalls, Call
 from quantdiff.hooks.check import check_weights
-from quantdiff.hooks.complete import check_complete, site_key
+from quantdiff.hooks.complete import check_complete, check_once, site_key
 from quantdiff.hooks.entrance import Entrance, in_backward, is_entered
 from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.kept import Detail, Kept
@@ -219,7 +219,9 @@ class Recorder:
             return
         name = self._found.names[call.module]
         now = self._runs.current(name)
-        now.fired[name] += 1  # also of a call that was seen already
+        check_once(name, now.entered[name])
+        # Also of a call that was seen already; the layer itself may have this name.
+        now.fired[f"{name} (attention)"] += 1
         now.dispatching = True
         turn = now.turn(name, call.query, call.key)
         if turn is None:
@@ -266,6 +268,7 @@ class Recorder:
                 return
             now = self._runs.current(name)
             now.fired[f"{name} (heads)"] += 1  # the layer itself may have this name
+            check_once(name, now.fired[f"{name} (heads)"])
             call = HeadsCall(module, args, kwargs)
             keys, known = call.key.shape[2], now.batch.past + call.query.shape[2]
             if keys != known:
@@ -285,6 +288,7 @@ class Recorder:
                 return
             now = self._runs.current(name)
             now.fired[name] += 1
+            check_once(name, now.fired[name])
             self._kept.hidden(name, output, now.batch)
 
         return hook

@@ -31,9 +31,10 @@ class SdpaCall:
 
     Attributes:
         query: (B, H, N, D).
-        key: (B, G, M, D).
-        mask: broadcastable to (B, H, N, M), or None.
-        is_causal, scale, dropout, value: as given.
+        key: (B, G, M, D), also where one stands for all sequences.
+        mask: as given, broadcastable to (B, H, N, M), or None.
+        value: (B, G', M, w) likewise, or (B, M, w) where it was given without heads.
+        is_causal, scale, dropout: as given.
         tensors: queries and keys as given.
         compute: the call itself.
         again: whether the same queries and keys were seen before, with other values.
@@ -59,18 +60,20 @@ class SdpaCall:
             F.scaled_dot_product_attention, *args, **kwargs
         )
         query, key = self.tensors = given["query"], given["key"]
+        value: Tensor = given["value"]
+        known = query.dim() in (3, 4) and query.dim() == key.dim() == value.dim()
+        if not known or not {len(key), len(value)} <= {1, len(query)}:
+            raise RecordingError(
+                f"attention over queries of shape {tuple(query.shape)}, keys of shape "
+                f"{tuple(key.shape)} and values of shape {tuple(value.shape)} is not known; "
+                "(batch, heads, tokens, width) is, keys and values with the queries' batch or 1"
+            )
+        key, value = (x.expand(len(query), *x.shape[1:]) for x in (key, value))
         if query.dim() == 3:
             query, key = query[:, None], key[:, None]
-        if query.dim() != 4:
-            raise RecordingError(
-                f"attention over queries of shape {tuple(query.shape)} is not known; "
-                "(batch, heads, tokens, width) is"
-            )
-        mask: Tensor | None = given.get("attn_mask")
-        if mask is not None:
-            mask = mask[(None,) * (4 - mask.dim())]
-        self.query, self.key, self.mask = query, key, mask
-        self.value: Tensor = given["value"]
+        self.query, self.key = query, key
+        self.mask: Tensor | None = given.get("attn_mask")
+        self.value = value
         self.dropout = float(given.get("dropout_p", 0.0))
         self.is_causal = bool(given.get("is_causal", False))
         self.scale: float | None = given.get("scale")

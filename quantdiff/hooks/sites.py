@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quantdiff.errors import RecordingError
+from quantdiff.hooks.complete import check_once
 from quantdiff.hooks.entrance import in_backward
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
@@ -17,6 +18,7 @@ from quantdiff.hooks.linears import input_rows, input_width, linear_modules
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.sequences import Batch
 from quantdiff.hooks.shown import show
+from quantdiff.hooks.unseen import is_unseen
 from quantdiff.statistics import NonFiniteError, SiteStatistics, measure_values
 from quantdiff.statistics.activations import SITES, Values
 
@@ -133,13 +135,16 @@ class Sites:
 
     def _hook(self, name: str, current: Callable[[str], Pass]) -> Callable[..., None]:
         number, _, site = self._linears[name]
+        layer, _ = self._found.layers[site.layer]
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if in_backward():
+            if in_backward() or is_unseen():
                 return
             now = current(name)
+            # Several inputs within the layer are all its own; what comes later is another layer's.
+            check_once(name, 1 + now.fired[layer])
             given = args[0] if args else next(iter(kwargs.values()))  # input, or x
-            rows = input_rows(name, given, now)
+            rows = input_rows(name, given, now, self._found)
             with self._lock:
                 self._add("linear inputs", rows[None], now.batch, site, number)
 

@@ -99,7 +99,8 @@ class Activations:
     @property
     def absmax(self) -> float:
         """Largest magnitude; NaN if nothing was seen."""
-        return max((float(site.absmax.max()) for site in self.sites), default=float("nan"))
+        seen = (float(site.absmax.max()) for site in self.sites if site.count.any())
+        return max(seen, default=float("nan"))
 
     @property
     def largest(self) -> Top:

@@ -123,6 +123,8 @@ def run(
         MemoryError: the kernels could not allocate their scratch memory.
     """
     batch, heads, rows, width = q.shape
+    assert k is None or (k.shape[0], k.shape[3]) == (batch, width), (k.shape, q.shape)
+    assert start.shape == stop.shape == (batch, rows), (start.shape, stop.shape, q.shape)
     if mask is not None:
         keys = width if k is None else k.shape[2]
         assert mask.shape[2:] == (rows, keys), (mask.shape, q.shape)

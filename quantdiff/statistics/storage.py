@@ -23,7 +23,7 @@ from quantdiff.statistics.map_statistics import MapStatistics
 from quantdiff.statistics.profile import Profile
 from quantdiff.statistics.site import SiteStatistics
 
-__all__ = ["FORMAT", "load_profile", "read_content", "save_profile", "to_json"]
+__all__ = ["FORMAT", "load_profile", "read_branches", "read_content", "save_profile", "to_json"]
 
 FORMAT = "quantdiff.profile"
 VERSION = 1
@@ -135,6 +135,17 @@ def read_content(path: Path, kind: str, newest: int, word: str) -> dict[str, Any
     return content
 
 
+def read_branches(sites: list[dict[str, Any]]) -> dict[int, list[int | None]]:
+    """The branches of each layer's heads, of the logit sites of a JSON file."""
+    # Of a layer with several attentions the one with the most heads tells them.
+    branches: dict[int, list[int | None]] = {}
+    for site in sites:
+        heads = [head["branch"] for head in site["heads"]]
+        if len(heads) > len(branches.get(site["layer"], [])):
+            branches[site["layer"]] = heads
+    return branches
+
+
 def load_profile(folder: Path) -> Profile:
     """Read both files; see `Profile.load`."""
     content = read_content(folder / "profile.json", FORMAT, VERSION, "profile")
@@ -142,7 +153,6 @@ def load_profile(folder: Path) -> Profile:
         arrays = load_tensors((folder / "profile.safetensors").read_bytes())
         logits = content["attention_logits"]["sites"]
         hidden = content["hidden_states"]["sites"]
-        branches = {site["layer"]: [head["branch"] for head in site["heads"]] for site in logits}
         return Profile(
             model=content["model"],
             data=content["data"],
@@ -152,7 +162,7 @@ def load_profile(folder: Path) -> Profile:
             versions=content["versions"],
             command=content["command"],
             attention_logits=AttentionLogits(
-                from_arrays("attention_logits", logits, arrays), branches
+                from_arrays("attention_logits", logits, arrays), read_branches(logits)
             ),
             hidden_states=HiddenStates(from_arrays("hidden_states", hidden, arrays)),
             lambdas=from_arrays("lambda", content.get("lambda", []), arrays),

@@ -58,7 +58,8 @@ def measure_logits(
 
     Args:
         q: (B, H, N, D), any floating dtype; products and sums are fp32 of the values given.
-        k: (B, G, M, D), H a multiple of G; query head h uses key head h // (H / G).
+        k: (B, G, M, D), or (1, G, M, D) for all sequences; H a multiple of G: query head h uses key
+            head h // (H / G).
         scale: factor of q·kᵀ.
         visible: what may be attended.
         site: (H groups) added to; with moments and histogram if it has them.
@@ -73,10 +74,9 @@ def measure_logits(
 
     Raises:
         NonFiniteError: a NaN or an infinity among the logits that count; nothing was added.
-        ValueError: head counts that do not divide, or `log_sum_exp` where it cannot be.
+        ValueError: queries and keys that do not go together, or `log_sum_exp` where it cannot be.
     """
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key heads")
+    k = _keys_of_all(q, k)
     if not q.numel() or not k.numel():
         return
     with torch.autocast(q.device.type, enabled=False):
@@ -97,6 +97,22 @@ def measure_logits(
         unit = _logit_unit(q, k, scale) if full else _no_unit(q.shape[0] * q.shape[1])
         parts = _logits(q, k, scale, visible, unit, site, softcap, bias, compiled)
         _add(parts, unit, q.shape[0], site, locate)
+
+
+def _keys_of_all(q: Tensor, k: Tensor) -> Tensor:
+    """The keys of each sequence of q (B, H, N, D), (B, G, M, D), of k (B or 1, G, M, D).
+
+    Raises:
+        ValueError: they do not go together.
+    """
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key heads")
+    if len(k) not in (1, len(q)) or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"queries of shape {tuple(q.shape)} do not go with keys of shape {tuple(k.shape)}: "
+            "keys have the queries' width, and their batch or 1"
+        )
+    return k.expand(len(q), -1, -1, -1)
 
 
 def _logits(
@@ -137,7 +153,9 @@ def logit_extremes(
 
     Raises:
         NonFiniteError: a NaN or an infinity among the logits that count.
+        ValueError: queries and keys that do not go together.
     """
+    k = _keys_of_all(q, k)
     batch, heads = q.shape[:2]
     site = SiteStatistics.empty("", 0, heads, full=False, rank=0, coordinates=4)
     parts: Iterator[Part] | None = None

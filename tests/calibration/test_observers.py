@@ -139,6 +139,21 @@ class TestMse:
         )
         assert ours <= 1.01 * best
 
+    @pytest.mark.parametrize("bits", [2, 4, 8])
+    @pytest.mark.parametrize("far", [-30.0, 40.0])
+    def test_one_far_value_does_not_hide_the_best_width(self, far, bits):
+        rng = np.random.default_rng(0)
+        most = rng.uniform(0, 1, 400_000) if far < 0 else rng.normal(-1, 0.2, 400_000)
+        x = np.append(most, far).astype(np.float32)
+        ours = squared_error(x, *found("mse", x, bits, False), bits, False)
+        shares = (0, 0.03, 0.3, 0.6, 0.8, 1)
+        ends = [
+            (min(float(x.min()), 0) * a, max(float(x.max()), 0) * b)
+            for a in shares for b in shares if a or b
+        ]  # fmt: skip
+        best = min(squared_error(x, *end, bits, False) for end in ends)
+        assert ours <= 1.01 * best
+
     @pytest.mark.parametrize("name", [*SPREAD, *FEW])
     @pytest.mark.parametrize("symmetric", [True, False])
     def test_never_loses_to_absmax(self, name, symmetric):

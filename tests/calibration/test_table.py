@@ -9,6 +9,7 @@ import torch
 from quantdiff import CalibrationTable, UsageError, calibrate, record
 from quantdiff.calibration.observers import OBSERVERS
 from quantdiff.quantization import Scheme
+from tests.standins import two_widths
 from tests.tiny import tiny_diffllama, tiny_ids, tiny_llama
 
 NAME = "model.layers.1.self_attn"
@@ -83,6 +84,17 @@ class TestRanges:
         other = CalibrationTable.from_profile(recorded(tiny_diffllama(), *range(8)))
         assert ranges(other) == ranges(table)
         assert other.branches == table.branches == {0: [1, 1, 2, 2], 1: [1, 1, 2, 2]}
+
+
+def test_the_frame_of_a_layer_with_two_attentions_of_other_head_counts():
+    model = two_widths()
+    with torch.no_grad(), record(model) as recorder:
+        model(torch.randn(2, 9, 16))
+    table = CalibrationTable.from_profile(recorder.profile())
+    heads = table.to_frame("head").query("observer == 'absmax'")
+    assert heads["head"].tolist() == [0, 1, 2, 3, 0, 1] * 2
+    most = np.concatenate([site.max for site in table.sites])
+    assert heads["most"].to_numpy(np.float32).tolist() == most.tolist()
 
 
 class TestMerge:

@@ -169,6 +169,17 @@ def test_bos_is_found_by_what_the_tokenizer_does(book):
     assert bytes(windows.windows[0][1:].tolist()) == SAMPLE[0].encode()[:7]
 
 
+def test_several_different_tokens_before_a_text_are_refused(book):
+    class Prefixed:
+        bos_token_id = None
+
+        def __call__(self, text, add_special_tokens, **options):
+            return {"input_ids": [*([300, 301] if add_special_tokens else []), *text.encode()]}
+
+    with pytest.raises(UsageError, match=r"puts the 2 tokens \[300, 301\] before a text"):
+        text_windows(book, Prefixed(), tokens=16, seq_len=8)
+
+
 def test_an_end_token_is_no_bos(book):
     class Closing:
         bos_token_id = 300

@@ -158,6 +158,23 @@ def test_dropout_in_training_leaves_the_logits():
     check(recorder, model, CAUSAL)
 
 
+def test_a_mask_that_is_filled_anew_for_each_layer():
+    def fill(given, mask):
+        given.copy_(mask)
+
+    model = make(NanoGPT)
+    seen = [CAUSAL, CAUSAL.T, torch.eye(11, dtype=torch.bool)]
+    for block, mask in zip(model.blocks, seen, strict=True):
+        block.register_forward_pre_hook(
+            lambda block, args, kwargs, mask=mask: fill(kwargs["attn_mask"], mask),
+            with_kwargs=True,
+        )
+    with torch.no_grad(), record(model) as recorder:
+        model(IDS, attn_mask=torch.zeros(1, 1, 11, 11, dtype=torch.bool))
+    for site, mask in zip(recorder.profile().attention_logits.sites, seen, strict=True):
+        assert site.count.tolist() == [2 * int(mask.sum())] * H
+
+
 def test_a_vision_transformer():
     model = make(VisionTransformer)
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -206,6 +223,23 @@ def test_cross_attention_is_named_as_such():
     sites = recorder.profile().attention_logits.sites
     assert [site.name for site in sites] == ["blocks.0.inner", "blocks.0 (cross-attention)"]
     assert sites[1].count.tolist() == [2 * 7 * 4] * H
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_keys_that_all_sequences_share(compiled):
+    model = make(CrossModel)
+    x, other = torch.randn(3, 7, D), torch.randn(1, 4, D)
+    profiles = []
+    for given in (other, other.expand(3, -1, -1)):
+        with torch.no_grad(), record(model, maps=True, compiled=compiled) as recorder:
+            model(x, given)
+        profiles.append(recorder.profile())
+    one, each = (profile.attention_logits for profile in profiles)
+    assert one.sites[1].count.tolist() == [3 * 7 * 4] * H
+    assert one.absmax == pytest.approx(each.absmax, rel=1e-6)
+    assert [item.key for item in one.top(20)] == [item.key for item in each.top(20)]
+    entropy = [profile.maps[1].summary["entropy"] for profile in profiles]
+    assert entropy[0] == pytest.approx(entropy[1], rel=1e-6)
 
 
 def test_layers_that_the_user_names():
@@ -316,6 +350,21 @@ class TestRefusals:
         for mode in (model.train(), model.eval()):
             with pytest.raises(RecordingError, match="MultiheadAttention"), record(mode):
                 mode(torch.randn(2, 5, D))
+
+    @pytest.mark.parametrize(
+        "keys", [(3, 4, 5, 8), (2, 5, 8)], ids=["another batch", "another dimension"]
+    )
+    def test_keys_that_do_not_go_with_the_queries(self, keys):
+        class Odd(nn.Module):
+            def forward(self, x):
+                q = x[:, None, :, :8].repeat(1, 4, 1, 1)
+                k = torch.zeros(keys)
+                return x + F.scaled_dot_product_attention(q, k, k).mean() * 0
+
+        model = nn.Sequential(Odd(), Odd())
+        words = r"queries of shape \(1, 4, 5, 8\), keys of shape \("
+        with pytest.raises(RecordingError, match=words), record(model):
+            model(torch.randn(1, 5, D))
 
     def test_more_keys_than_queries_that_nobody_explains(self):
         model = make(CrossModel)

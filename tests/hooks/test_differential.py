@@ -254,6 +254,16 @@ def test_a_shared_module_is_refused():
         record(model)
 
 
+def test_heads_that_compute_twice_in_one_forward_are_refused():
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN["adjacent"](i, "sdpa"))
+    block = model.blocks[1]
+    block.forward = lambda x, *more: x + block.attention(x, *more) + block.attention(2 * x, *more)
+    words = r"blocks\.1\.attention is called several times"
+    with pytest.raises(RecordingError, match=words), record(model):
+        model(tiny_ids())
+
+
 class Bare(nn.Module):
     """Attention modules themselves are its layers; the mask has a name of its own."""
 

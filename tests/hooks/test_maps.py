@@ -195,6 +195,8 @@ def test_our_own_modules(name):
         ("adjacent", lambda: make(MotifAttention, model_type="Motif")),
         ("grouped:2", lambda: make(lambda i: Grouped(i, 2, True), model_type="Motif",
                                    num_noise_heads=2, num_attention_heads=6)),
+        ("grouped:2", lambda: make(lambda i: Grouped(i, 2, False), model_type="Motif",
+                                   num_noise_heads=2, num_attention_heads=6)),
     ],
 )  # fmt: skip
 def test_maps_in_calls_of_their_own(name, build):
@@ -202,7 +204,20 @@ def test_maps_in_calls_of_their_own(name, build):
     ids = text(lengths=(40, 40, 40))["input_ids"] % 300
     with torch.no_grad(), record(model, maps=True, spans=SPANS) as recorder:
         model(ids)
-    profile = recorder.profile()
+    check_blocks(recorder.profile(), model, name)
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (1, 1, 40, 40)])
+def test_a_mask_that_the_calls_of_both_maps_are_given(shape):
+    model = make(DiffAttention)
+    ids = text(lengths=(40, 40, 40))["input_ids"] % 300
+    causal = torch.ones(40, 40, dtype=torch.bool).tril().reshape(shape)
+    with torch.no_grad(), record(model, maps=True, spans=SPANS) as recorder:
+        model(ids, mask=causal)
+    check_blocks(recorder.profile(), model, "adjacent")
+
+
+def check_blocks(profile, model, name):
     for layer, sites in by_layer(profile).items():
         q, k = model.blocks[layer].attn.seen
         k = k[:, layout(name).key_heads(q.shape[1], k.shape[1])]

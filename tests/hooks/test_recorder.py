@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from quantdiff import RecordingError, UsageError, record
 from quantdiff.statistics.storage import to_json
 from tests.reference import Materialised, check_profile
-from tests.tiny import tiny_diffllama, tiny_ids, tiny_llama
+from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 MODELS = {"llama": tiny_llama, "diffllama": tiny_diffllama}
 # The cache argument was called past_key_values before.
@@ -234,6 +234,28 @@ class TestRefusals:
         with record(model), pytest.raises(RecordingError, match="outside of the recorded model"):
             model.model.layers[0](hidden, position_embeddings=embeddings)
 
+    @pytest.mark.parametrize("sites", [(), ("keys", "values"), ("linear_inputs",)])
+    @pytest.mark.parametrize("family", [*MODELS, "diff_v2"])
+    def test_a_decoder_that_runs_twice_in_one_forward(self, family, sites):
+        model = Looped((MODELS | {"diff_v2": tiny_diff_v2})[family]())
+        once = {"input_ids": tiny_ids(), "times": 1}
+        with record(model, sites=sites) as recorder:
+            model(**once)
+            with pytest.raises(RecordingError, match=r"layers\.0\S* is called several times"):
+                model(tiny_ids(), times=2)
+        profile = recorder.profile()
+        assert profile.partial
+        assert_same(profile, profile_of(model, once, once, sites=sites))
+
+    def test_a_module_that_stands_in_two_layers(self):
+        for part, sites in (("self_attn", ()), ("mlp", ("linear_inputs",))):
+            model = tiny_llama()
+            first, second = model.model.layers
+            setattr(second, part, getattr(first, part))
+            words = rf"layers\.0\.{part}\S* is called several times in a forward pass"
+            with pytest.raises(RecordingError, match=words), record(model, sites=sites):
+                model(input_ids=tiny_ids())
+
     def test_a_model_without_dispatched_attention(self):
         with pytest.raises(RecordingError, match="no list of like blocks"):
             record(torch.nn.Linear(2, 2))
@@ -249,6 +271,29 @@ class TestRefusals:
             record(tiny_llama(), detail="some")
         with pytest.raises(UsageError, match="top_k"):
             record(tiny_llama(), top_k=-1)
+
+
+class Looped(torch.nn.Module):
+    """Runs a model several times in one forward."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, times):
+        for _ in range(times):
+            output = self.model(input_ids=input_ids, use_cache=False)
+        return output
+
+
+def test_attention_modules_may_be_the_layers():
+    model = tiny_diffllama()
+    names = [f"model.layers.{i}.self_attn" for i in range(2)]
+    batch = padded((16, 9), "left")
+    profile = profile_of(model, batch, layers=names)
+    assert [site.name for site in profile.hidden_states.sites] == names
+    whole = profile_of(model, batch)
+    assert profile.attention_logits.top(100) == whole.attention_logits.top(100)
 
 
 def test_the_decoder_alone_can_be_run():

@@ -464,6 +464,35 @@ class TestRefusals:
         ):
             model(tiny_ids())
 
+    def test_what_a_layer_calls_twice_has_both_inputs(self):
+        model = tiny_llama()
+        mlp = model.model.layers[0].mlp
+        real = mlp.forward
+        mlp.forward = lambda x: real(x) + real(3 * x)
+        found = []
+        for each in (tiny_llama(), model):
+            with record(each, sites=("linear_inputs",)) as recorder:
+                each(tiny_ids())
+            found.append({site.name: site for site in recorder.profile().linear_inputs.sites})
+        plain, twice = (sites["model.layers.0.mlp.gate_proj"] for sites in found)
+        assert twice.count[0] == 2 * plain.count[0]
+        assert twice.absmax[0] == pytest.approx(3 * plain.absmax[0])
+        later = "model.layers.1.mlp.gate_proj"
+        assert found[1][later].count[0] == plain.count[0]
+
+    def test_the_tokens_of_an_expert(self):
+        """They may be as many as those of the pass, but in an order of their own."""
+        model = tiny_llama()
+        mlp = model.model.layers[0].mlp
+        mlp.experts = nn.ModuleList([nn.Linear(32, 32)])
+        real = mlp.forward
+        mlp.forward = lambda x: real(x) + mlp.experts[0](x.flatten(0, 1).flip(0)).view_as(x)
+        with (
+            record(model, sites=("linear_inputs",)),
+            pytest.raises(RecordingError, match=r"experts\.0, \(32, 32\), are not the 2 sequences"),
+        ):
+            model(tiny_ids())
+
     def test_nan_names_the_module(self):
         model = tiny_llama()
         model.model.layers[1].self_attn.v_proj.weight[3] = torch.nan

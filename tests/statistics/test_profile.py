@@ -1,13 +1,17 @@
 """A profile as an object and on disk."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 
 from quantdiff import Profile, UsageError, record
+from quantdiff.statistics import SiteStatistics
+from quantdiff.statistics.activations import AttentionLogits
 from quantdiff.statistics.storage import to_json
+from tests.standins import two_widths
 from tests.tiny import tiny_diffllama, tiny_ids, tiny_llama
 
 
@@ -66,6 +70,19 @@ class TestOnDisk:
         assert set(hidden["top"][0]) == place | {"token", "channel"}
         assert len(logits["top"]) == len(hidden["top"]) == 100
 
+    def test_a_layer_with_two_attentions_of_other_head_counts(self, tmp_path):
+        model = two_widths()
+        with torch.no_grad(), record(model) as recorder:
+            model(torch.randn(2, 9, 16))
+        profile = recorder.profile()
+        assert [site.groups for site in profile.attention_logits.sites] == [4, 2] * 2
+        profile.save(tmp_path)
+        loaded = Profile.load(tmp_path)
+        assert loaded.attention_logits.branches == profile.attention_logits.branches
+        assert loaded.attention_logits.top(100) == profile.attention_logits.top(100)
+        assert loaded.to_frame().equals(profile.to_frame())
+        assert equal(profile, loaded)
+
     def test_missing_broken_and_newer_ones_are_refused(self, tmp_path, profile):
         with pytest.raises(UsageError, match=r"profile\.json is missing"):
             Profile.load(tmp_path)
@@ -88,6 +105,13 @@ class TestOnDisk:
         tensors.write_bytes(tensors.read_bytes()[:-100])
         with pytest.raises(UsageError, match="broken profile"):
             Profile.load(tmp_path)
+
+
+def test_where_nothing_was_seen_there_is_no_magnitude():
+    empty = SiteStatistics.empty("site", 0, 2, full=True, rank=3, coordinates=5)
+    logits = AttentionLogits([empty], {0: [None, None]})
+    assert math.isnan(logits.absmax)
+    assert math.isnan(logits.percentile(100))
 
 
 class TestMerge:

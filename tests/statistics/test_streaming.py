@@ -276,6 +276,28 @@ def test_narrower_vectors_keep_the_same(monkeypatch, lanes, case):
     check(site, top, values, dense(visible, values.shape))
 
 
+@pytest.mark.parametrize("compiled", PATHS)
+def test_keys_that_all_sequences_share(compiled):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 5, 8, generator=generator)
+    k = torch.randn(1, 2, 3, 8, generator=generator)
+    visible = Visible.everything(3, 5, 3)
+    site, top = measure(q, k, 0.3, visible, compiled=compiled)
+    values = reference.logits(q, k.expand(3, -1, -1, -1), 0.3)
+    check(site, top, values, dense(visible, values.shape))
+    least, most = streaming.logit_extremes(q, k, 0.3, visible)
+    assert torch.allclose(least, values.amin((2, 3)).float(), rtol=1e-5)
+    assert torch.allclose(most, values.amax((2, 3)).float(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [(2, 4, 3, 8), (3, 4, 3, 9), (3, 4, 3, 7)])
+def test_keys_that_do_not_go_with_the_queries_are_refused(keys):
+    q, k, visible = torch.zeros(3, 4, 5, 8), torch.zeros(keys), Visible.everything(3, 5, 3)
+    for measured in (measure, streaming.logit_extremes):
+        with pytest.raises(ValueError, match=r"\(3, 4, 5, 8\) do not go with keys of shape \("):
+            measured(q, k, 1.0, visible)
+
+
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="5 query heads do not divide into 2 key heads"):
         measure(torch.zeros(1, 5, 3, 4), torch.zeros(1, 2, 3, 4), 1.0, Visible.causal(1, 3, 3))
