@@ -27,7 +27,7 @@ typedef struct {
   float low, high;             /* the ends of the grid, integers */
   const float *step, *zero;    /* (H,) */
   int64_t *clipped;            /* (threads, H), added to */
-  int32_t *bad;                /* set where a row's own range is not finite */
+  int32_t *bad;                /* set where a row's own range, or what may clip, is not finite */
   int32_t threads;
   void (*team)(void (*)(void *), void *, unsigned, unsigned);
 } round_t;
@@ -123,6 +123,8 @@ static void round_row(const round_t *job, int head, int row, int64_t *clipped) {
   if (job->own) {
     if (!own_grid(job, x + start, n, &step, &zero)) *job->bad = 1;
   } else {
+    /* Clamping would make a finite value of an infinite one. */
+    if (job->clips && largest(x + start, n) >= 0x7f800000u) *job->bad = 1;
     step = job->step[head];
     zero = job->zero[head];
   }
@@ -134,19 +136,22 @@ static void round_row(const round_t *job, int head, int row, int64_t *clipped) {
 
 typedef struct {
   const round_t *job;
-  atomic_int next;
+  atomic_int next; /* share */
 } team_t;
 
+/* As many shares as threads were asked for; OpenMP may start fewer, who then take what is left. */
 static void work(void *argument) {
   team_t *team = argument;
   const round_t *job = team->job;
-  int thread = atomic_fetch_add(&team->next, 1);
-  if (thread >= job->threads) return;
   int64_t rows = (int64_t)job->heads * job->rows;
-  int64_t first = rows * thread / job->threads, last = rows * (thread + 1) / job->threads;
-  for (int64_t i = first; i < last; i++)
-    round_row(job, (int)(i / job->rows), (int)(i % job->rows),
-              job->clipped + (int64_t)thread * job->heads);
+  for (;;) {
+    int share = atomic_fetch_add(&team->next, 1);
+    if (share >= job->threads) return;
+    int64_t first = rows * share / job->threads, last = rows * (share + 1) / job->threads;
+    for (int64_t i = first; i < last; i++)
+      round_row(job, (int)(i / job->rows), (int)(i % job->rows),
+                job->clipped + (int64_t)share * job->heads);
+  }
 }
 
 /* Round one block. The caller has checked shapes. */

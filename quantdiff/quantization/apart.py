@@ -18,6 +18,7 @@ from quantdiff.errors import QuantizationError
 from quantdiff.hooks.entrance import in_backward
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
+from quantdiff.hooks.unseen import unseen
 
 __all__ = ["MeasuredFirst", "add_ends"]
 
@@ -83,11 +84,13 @@ class MeasuredFirst:
             )
         now = self._runs.current(name)
         now.measuring.add(name)
+        masks = dict(now.masks)
         try:
-            with torch.no_grad(), _unseen(), self._watching():
+            with torch.no_grad(), unseen(), _without_modes(), self._watching():
                 real(*args, **kwargs)
             now.measuring.discard(name)
             now.forget(name)
+            now.masks = masks  # one that was read without gradients would pass none to its bias
             return real(*args, **kwargs)
         finally:
             now.measuring.discard(name)
@@ -103,7 +106,7 @@ def add_ends(now: Pass, name: str, least: Tensor, most: Tensor) -> None:
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def _without_modes() -> Iterator[None]:
     """Without any mode, such as a recording's."""
     modes = _get_current_function_mode_stack()
     for _ in modes:

@@ -75,12 +75,15 @@ class AttentionSites:
         self._differentiable = False
         # Whether attention may be computed outside of transformers' dispatch.
         self._mixed = bool(found.bare or found.heads or not found.attention)
-        self._first = MeasuredFirst(self._apart(), runs, self._watching)
         self._bare = BareCalls(model, found, runs, self._bare_call, again=True)
+        self._first = MeasuredFirst(self._apart(), runs, self._bare.watching)
 
     def within(self) -> contextlib.AbstractContextManager[None]:
         """A context for each forward pass."""
-        return self._watching() if self._mixed else contextlib.nullcontext()
+        if not self._mixed:
+            return contextlib.nullcontext()
+        self._differentiable = torch.is_grad_enabled()
+        return self._bare.watching()
 
     def begin(self) -> None:
         """From now on, until `end`."""
@@ -137,10 +140,6 @@ class AttentionSites:
     def _plain(self, name: str) -> bool:
         """Whether nothing is done in this layer."""
         return all(self._of(scheme.site, name) is None for scheme in self._schemes.all)
-
-    def _watching(self) -> contextlib.AbstractContextManager[None]:
-        self._differentiable = torch.is_grad_enabled()
-        return self._bare.watching()
 
     def check(self, now: Pass) -> None:
         """Refuse a pass in which an attention module did not run.
@@ -248,6 +247,9 @@ class AttentionSites:
                 plain: Tensor = type(heads).forward(heads, query, key, value, kept)
                 return plain
             call = HeadsCall(heads, (query, key, value, kept), {})
+            keys, known = key.shape[2], now.batch.past + query.shape[2]
+            if keys != known:
+                raise _unknown_cache(name, keys, known)
             visible, _ = now.visible(call, lambda: read_heads(call))
             sources = heads.layout.key_heads(query.shape[1], key.shape[1])
             values = heads.layout.value_heads(query.shape[1], value.shape[1])
@@ -295,7 +297,7 @@ class AttentionSites:
 
         `numbers`: of the value heads in the order of the projection; None for all in that order.
         """
-        kept, key = self._kept(logits, now), logits.key
+        kept, key = self._kept(name, logits, now), logits.key
         keys, values = self._of("keys", name), self._of("values", name)
         key_ends, value_ends = (
             ends_of_heads(self._table, scheme, now, name, x, cross=logits.cross)
@@ -324,14 +326,18 @@ class AttentionSites:
         return scheme is not None and scheme.heads is not None
 
     @staticmethod
-    def _kept(logits: Logits, now: Pass) -> Tensor | None:
+    def _kept(name: str, logits: Logits, now: Pass) -> Tensor | None:
         """Which keys are real tokens, (B, M) bool; None where they are those of something else."""
         if logits.cross:
             return None
         batch, count = now.batch, logits.key.shape[2]
         kept = batch.kept[:, batch.key_offset(count) :]
-        # A cache of a fixed size has room behind the tokens.
-        return torch.nn.functional.pad(kept, (0, count - kept.shape[1]))
+        known = kept.shape[1]
+        if known < count:  # a cache of a fixed size has room behind the tokens, which nothing sees
+            start, stop = logits.visible.start, logits.visible.stop
+            if bool(((stop > start) & (stop > known)).any()):
+                raise _unknown_cache(name, count, known)
+        return torch.nn.functional.pad(kept, (0, count - known))
 
     def _attended(
         self,
@@ -363,7 +369,7 @@ class AttentionSites:
             exact = as_multiplied(query, newest_keys.exact)[1]
             newest = dataclasses.replace(newest_keys, exact=exact), cached.newest_values
         try:
-            if newest == (None, None) and flex.takes(query, key, value, softmax):
+            if newest == (None, None) and flex.takes(query, key, value, softmax, logits.sinks):
                 out = flex.attend(query, key, value, softmax, logits.sinks)
             else:
                 out = attend(query, key, value, softmax, logits.sinks, *newest)
@@ -378,6 +384,13 @@ class AttentionSites:
         if not bool(torch.isfinite(out).all()):
             raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
         return out
+
+
+def _unknown_cache(name: str, keys: int, known: int) -> QuantizationError:
+    return QuantizationError(
+        f"{name} attends to {keys} keys where this forward pass knows of {known} tokens; a cache "
+        "is to reach the model's forward as a transformers Cache"
+    )
 
 
 def _refuse_checkpointing(name: str, *_: Any) -> None:

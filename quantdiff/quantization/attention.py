@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantdiff.quantization import native
-from quantdiff.quantization.grid import Grid
+from quantdiff.quantization.grid import Grid, NoGridError
 from quantdiff.quantization.in_place import beyond, may_clip, of_heads, rounded, row_extremes
 from quantdiff.quantization.newest import Met, Newest
 from quantdiff.quantization.softmax import Softmax
@@ -49,12 +49,16 @@ def attend(
         (B, H, N, w) in v's dtype; zeros in rows that may attend nothing.
 
     Raises:
-        NoGridError: a row whose grid is its own has no finite range.
+        NoGridError: a row whose grid is its own has no finite range, or a logit that a static range
+            may clip is not finite.
     """
+    learned = None
+    if softmax.bias is not None and torch.is_grad_enabled() and softmax.bias(0, 1).requires_grad:
+        learned = softmax.bias(0, q.shape[2])  # (B or 1, H or 1, N, M)
     first = newest_keys and newest_keys.first, newest_values and newest_values.first
     out: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
         q, k, v, sinks, newest_keys and newest_keys.exact, newest_values and newest_values.exact,
-        first, softmax,
+        learned, first, softmax,
     )  # fmt: skip
     return out
 
@@ -67,7 +71,8 @@ class _Block:
         rows: of the queries; keys: up to which any of them sees.
         weights: (H, n, m), the softmax, rounded where it is to be.
         plain: the softmax itself, where the gradient needs it; else None.
-        slope: derivative of the logits by q·kᵀ·scale, (H, n, m), or None for 1 everywhere seen.
+        slope: derivative of the soft cap, (H, n, m), or None for 1 everywhere seen.
+        inside: which logits were not clipped, (H, n, m) bool, or None for all.
     """
 
     rows: slice
@@ -75,6 +80,7 @@ class _Block:
     weights: Tensor
     plain: Tensor | None
     slope: Tensor | None
+    inside: Tensor | None
 
 
 class _Attend(torch.autograd.Function):
@@ -87,6 +93,7 @@ class _Attend(torch.autograd.Function):
         sinks: Tensor | None,
         exact_k: Tensor | None,
         exact_v: Tensor | None,
+        learned: Tensor | None,
         first: tuple[Tensor | None, Tensor | None],
         softmax: Softmax,
     ) -> Tensor:
@@ -98,20 +105,20 @@ class _Attend(torch.autograd.Function):
                 values = Met.of(b, v, exact_v, first[1], upper)
                 for block in _blocks(q[b], keys, b, softmax, sinks, slopes=False):
                     out[b, :, block.rows] = values.weighed(block.weights, block.rows)
-        ctx.save_for_backward(q, k, v, sinks, exact_k, exact_v, out)
+        ctx.save_for_backward(q, k, v, sinks, exact_k, exact_v, learned, out)
         ctx.softmax, ctx.first = softmax, first
         return out.to(v.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        q, k, v, sinks, exact_k, exact_v, out = ctx.saved_tensors
+        q, k, v, sinks, exact_k, exact_v, learned, out = ctx.saved_tensors
         upper, first = out.dtype, ctx.first
         with torch.autocast(q.device.type, enabled=False):
             of_out = gradients[0].to(upper)
             of_q, of_k, of_v = (torch.zeros_like(x, dtype=upper) for x in (q, k, v))
-            of_sinks, of_exact_k, of_exact_v = (
-                None if x is None else torch.zeros_like(x, dtype=upper)
-                for x in (sinks, exact_k, exact_v)
+            of_sinks, of_exact_k, of_exact_v, of_bias = (
+                None if x is None else torch.zeros(x.shape, dtype=upper, device=x.device)
+                for x in (sinks, exact_k, exact_v, learned)
             )
             for b in range(len(q)):
                 query = q[b].to(upper)
@@ -133,13 +140,20 @@ class _Attend(torch.autograd.Function):
                     of_s = p * (of_p - mean)
                     if of_sinks is not None:
                         of_sinks -= ((1 - p.sum(-1, keepdim=True)) * mean).sum((1, 2))
+                    if block.inside is not None:
+                        of_s = of_s * block.inside
+                    if of_bias is not None:
+                        own = of_bias[b if len(of_bias) > 1 else 0, :, rows, : block.keys]
+                        own += of_s if len(own) > 1 else of_s.sum(0, keepdim=True)
                     if block.slope is not None:
                         of_s = of_s * block.slope
                     of_s = of_s * ctx.softmax.scale
                     of_q[b, :, rows] = keys.weighed(of_s, rows)
                     keys.add_gradients(of_keys, of_s, query[:, rows], rows)
         given = (of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype))
-        pairs = ((of_sinks, sinks), (of_exact_k, exact_k), (of_exact_v, exact_v))
+        pairs = (
+            (of_sinks, sinks), (of_exact_k, exact_k), (of_exact_v, exact_v), (of_bias, learned),
+        )  # fmt: skip
         more = (None if found is None else found.to(x.dtype) for found, x in pairs)
         return *given, *more, None, None
 
@@ -177,7 +191,7 @@ def _blocks(
             s = k.against(q[:, first:last], slice(first, last), keys, room[0])  # (H, n, m)
         if scale != 1:
             s.mul_(scale)
-        slope = None
+        slope = inside = None
         if softmax.softcap is not None:
             s = torch.tanh(s.div_(softmax.softcap))
             slope = 1 - s.square() if slopes else None
@@ -196,7 +210,7 @@ def _blocks(
             weights = _weights(s, sinks, room[1])
             if maps is not None:
                 weights = maps(weights)
-            yield _Block(slice(first, last), keys, weights, None, None)
+            yield _Block(slice(first, last), keys, weights, None, None, None)
             continue
         seen = None
         if extra is not None or firsts[number] < keys or latest[number] > 0:
@@ -206,9 +220,11 @@ def _blocks(
                 seen = seen & extra[b if len(extra) > 1 else 0, :, :, :keys]
         if grid is not None:
             here = grid if isinstance(grid, Grid) else grid.of(*row_extremes(s, seen))
-            if slopes and softmax.clips:
-                kept = ~beyond(s, here, softmax.heads)
-                slope = kept.to(upper) if slope is None else slope * kept
+            if softmax.clips:
+                # Clamping would make a finite value of an infinite one.
+                if not bool(torch.isfinite(torch.cat(row_extremes(s, seen))).all()):
+                    raise NoGridError("NaN or infinity has no place on a grid")
+                inside = ~beyond(s, here, softmax.heads) if slopes else None
             if softmax.clipped is not None and not slopes and may_clip(here, softmax.clips):
                 outside = beyond(s, here, softmax.heads)
                 outside = outside if seen is None else outside & seen
@@ -221,7 +237,7 @@ def _blocks(
         if maps is not None:
             plain = weights.clone() if slopes else None
             weights = maps(weights)
-        yield _Block(slice(first, last), keys, weights, plain, slope)
+        yield _Block(slice(first, last), keys, weights, plain, slope, inside)
 
 
 def _map_grid(

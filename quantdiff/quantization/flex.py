@@ -21,8 +21,9 @@ __all__ = ["attend", "takes"]
 BLOCK = 128  # rows and keys of a block of the mask, as flex attention wants it
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> bool:
+def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | None = None) -> bool:
     """Whether a call is one for this path."""
+    given = [x for x in (q, k, v, sinks) if x is not None]
     return (
         q.is_cuda
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -32,8 +33,15 @@ def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> bool:
         and softmax.heads is None
         and softmax.bias is None
         and softmax.visible.mask is None
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+        and not (softmax.clips and _may_overflow(q, k, softmax.scale))
     )
+
+
+def _may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether a logit may be NaN or infinite, which clamping would hide."""
+    largest = q.detach().abs().amax().double() * k.detach().abs().amax().double()
+    return not float(largest) * q.shape[-1] * max(scale, 1.0) < torch.finfo(torch.float32).max
 
 
 @torch.no_grad()

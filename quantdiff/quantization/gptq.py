@@ -1,9 +1,10 @@
 """GPTQ: weights rounded column by column, each undoing what the ones before did to the output.
 
 Frantar et al., arXiv 2210.17323. Written here and not taken from a library, so that the grids are
-those of the site `weights`, of any width and group, and the two ways of rounding differ in nothing
-but the rounding; it needs no GPU. The checkpoint formats `gptq-4bit` and `gptq-8bit` are another
-matter: their grids are those of the kernels that read them.
+made as those of the site `weights`, of any width and group; it needs no GPU. The two ways of
+rounding share their grids, but for those of groups in the columns' own order, which are made of the
+weights as the errors have changed them. The checkpoint formats `gptq-4bit` and `gptq-8bit` are
+another matter: their grids are those of the kernels that read them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from quantdiff.errors import QuantizationError, UsageError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.linears import in_order
 from quantdiff.quantization.chosen import Schemes
 from quantdiff.quantization.grid import Grid, NoGridError
 from quantdiff.quantization.layerwise import Layerwise
-from quantdiff.quantization.quantizer import refuse_quantized
+from quantdiff.quantization.quantizer import found_in, refuse_quantized
 from quantdiff.quantization.rounding import in_groups
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.weights import by_output, weight_modules
@@ -64,7 +66,7 @@ def gptq_rounded(
     work = list(batches)
     if not work:
         raise UsageError("GPTQ needs a batch of text to see what goes into the linear modules")
-    found, chosen = Found(model, None), Schemes(schemes)
+    found, chosen = found_in(model), Schemes(schemes)
     chosen.check_layers(len(found.layers))
     modules = weight_modules(found, chosen) if chosen else {}
     kept: dict[nn.Parameter, Tensor] = {}
@@ -93,7 +95,7 @@ def _round_layers(
     for number in range(last + 1):
         own = {n: m for n, m in modules.items() if layer_of(n, found.layers) == number}
         if own:
-            hessians = _hessians({n: module for n, (module, _) in own.items()}, steps)
+            hessians = _hessians(found, {n: module for n, (module, _) in own.items()}, steps)
             for name, (module, scheme) in own.items():
                 weight: Any = module.weight
                 if weight in kept:  # modules may share one
@@ -106,14 +108,14 @@ def _round_layers(
             steps.advance()
 
 
-def _hessians(modules: dict[str, nn.Module], steps: Layerwise) -> dict[str, Tensor]:
+def _hessians(found: Found, modules: dict[str, nn.Module], steps: Layerwise) -> dict[str, Tensor]:
     """2·Xᵀ·X over the real tokens of each module's inputs, (in, in) fp64."""
     sums: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
         def see(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = args[0] if args else next(iter(kwargs.values()))  # torch: input, others: x
-            rows = _real_rows(given.float(), steps.real, name)
+            rows = _real_rows(given.float(), steps.real, name, flat=in_order(found, name))
             with true_fp32():
                 more = (2 * rows.T @ rows).double()
             sums[name] = sums[name] + more if name in sums else more
@@ -129,27 +131,32 @@ def _hessians(modules: dict[str, nn.Module], steps: Layerwise) -> dict[str, Tens
     finally:
         for handle in handles:
             handle.remove()
-    empty = {n: by_output(m, m.weight).shape[1] for n, m in modules.items() if n not in sums}
-    return sums | {n: torch.zeros(width, width).double() for n, width in empty.items()}
+    for name, module in modules.items():
+        if name not in sums:  # an expert without tokens
+            weight: Any = module.weight
+            width = by_output(module, weight).shape[1]
+            sums[name] = torch.zeros(width, width, dtype=torch.float64, device=weight.device)
+    return sums
 
 
-def _real_rows(x: Tensor, real: Tensor | None, name: str) -> Tensor:
+def _real_rows(x: Tensor, real: Tensor | None, name: str, *, flat: bool) -> Tensor:
     """The inputs of real tokens, (tokens, in).
 
     Args:
         x: (B, N, in), or (B·N, in); without padding any tokens, those of an expert for example.
         real: (B, N) bool, or None for all.
         name: of the module.
+        flat: whether (B·N, in) are the tokens in their order.
 
     Raises:
         QuantizationError: some are padding, and which cannot be told.
     """
     if real is None or bool(real.all()):
         return x.flatten(0, -2)
-    if x.shape[:-1] not in (real.shape, (real.numel(),)):
+    if x.shape[:-1] != real.shape and not (flat and x.shape[:-1] == (real.numel(),)):
         raise QuantizationError(
-            f"the inputs of {name}, {tuple(x.shape)}, are not the tokens of the batch, so that its "
-            "padding cannot be told; give GPTQ batches without padding"
+            f"the inputs of {name}, {tuple(x.shape)}, are not known to be the tokens of the batch "
+            "in their order, so that its padding cannot be told; give GPTQ batches without padding"
         )
     return x.flatten(0, -2)[real.flatten().to(x.device)]
 
@@ -168,7 +175,8 @@ def gptq_weight(
         weight: (out, in).
         hessian: 2·X·Xᵀ of its inputs, (in, in) fp64. Where it has no Cholesky factor with 1 % of
             the mean of its diagonal added there, ten times as much is tried, and so on up to the
-            mean itself. An input that is always zero is rounded to nearest.
+            mean itself. An input that is always zero is rounded to nearest; it counts in the mean
+            as 0, where the paper's code has 1 in whatever unit the inputs are.
         scheme: for `weights`.
         name: of the module, for messages.
         act_order: columns in the order of falling diagonal of the Hessian.
@@ -224,9 +232,8 @@ def gptq_weight(
 def _factor(hessian: Tensor, name: str) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse, (in, in) fp64."""
     diagonal = hessian.diagonal()
-    seen = diagonal > 0
-    mean = diagonal[seen].mean() if bool(seen.any()) else torch.ones_like(diagonal[0])
-    solid = hessian + torch.diag(torch.where(seen, 0.0, mean))
+    mean = diagonal.mean() if bool((diagonal > 0).any()) else torch.ones_like(diagonal[0])
+    solid = hessian + torch.diag(torch.where(diagonal > 0, 0.0, mean))
     damping = DAMPING
     while damping <= 1:
         damped = solid + damping * mean * torch.eye(len(solid), device=solid.device).double()

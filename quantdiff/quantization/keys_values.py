@@ -75,7 +75,8 @@ def rounded_heads(
         ends: static ranges, (G, 1, 1) or (G, 1, D) each; None for dynamic ones.
 
     Raises:
-        QuantizationError: NaN or infinity, or a group that does not divide the channels.
+        QuantizationError: NaN or infinity, others than zeros where a static range is zero, or a
+            group that does not divide the channels.
         UsageError: a head that is not there.
     """
     if scheme is None:
@@ -87,7 +88,7 @@ def rounded_heads(
             numbers, _ = distinct_heads(x.detach())
             total = max(numbers) + 1
         heads = chosen_heads(scheme, numbers, total, name, x.device)
-    found = _heads(x, scheme, kept, name, ends)
+    found = _heads(x, scheme, kept, name, ends, heads)
     return found if heads is None else torch.where(heads[:, None, None], found, x)
 
 
@@ -124,9 +125,12 @@ def _heads(
     kept: Tensor | None,
     name: str,
     ends: tuple[Tensor, Tensor] | None,
+    heads: Tensor | None,
 ) -> Tensor:
-    """x: (B, G, M, D); kept: (B, M) bool, the real tokens, or None for all."""
+    """x: (B, G, M, D); kept: (B, M) bool, the real tokens; heads: (G,) bool; None for all."""
     real = None if kept is None else kept.to(x.device)[:, None, :, None]
+    if heads is not None:  # what comes of the others is not used
+        real = heads[:, None, None] if real is None else real & heads[:, None, None]
     if scheme.group is None:
         return rounded(x, _OVER[scheme.granularity], scheme, name, real, ends)
     parts = in_groups(x, scheme.group, name, scheme.site)

@@ -9,7 +9,22 @@ from torch import Tensor, nn
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.entrance import padding_of
 
-__all__ = ["Layerwise"]
+__all__ = ["Layerwise", "real_of"]
+
+
+def real_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """Which tokens of what a model is given are real, (B, N) bool; None for all.
+
+    Raises:
+        QuantizationError: a mask by which padding cannot be told.
+    """
+    mask = padding_of(dict(batch))
+    if mask is None and batch.get("attention_mask") is not None:
+        raise QuantizationError(
+            "the attention_mask of a batch is not (sequences, tokens), so that its padding cannot "
+            "be told; give the 2-D mask, or none where there is no padding"
+        )
+    return None if mask is None else mask.bool()
 
 
 class _Reached(Exception):  # noqa: N818  (no error: the rest of the pass is not wanted)
@@ -54,8 +69,7 @@ class Layerwise:
         self._at += 1
 
     def _output(self, batch: Mapping[str, Any], before: Any) -> Any:
-        mask = padding_of(dict(batch))
-        self.real = None if mask is None else mask.bool()
+        self.real = real_of(batch)
         with self._standing_in(before):
             try:
                 self._model(**batch)

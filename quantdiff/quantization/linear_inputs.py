@@ -1,5 +1,6 @@
 """The site `linear_inputs`: what goes into the linear modules of the decoder's layers."""
 
+import threading
 import warnings
 from typing import Any
 
@@ -8,11 +9,11 @@ from torch import Tensor, nn
 from quantdiff.errors import LeftAloneWarning, QuantizationError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
-from quantdiff.hooks.linears import linear_modules
+from quantdiff.hooks.linears import in_order, linear_modules
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.quantization.chosen import Schemes
-from quantdiff.quantization.rounding import check_seen, real_tokens, rounded
+from quantdiff.quantization.rounding import real_tokens, rounded
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.static import ends_of
 from quantdiff.quantization.table import Table
@@ -73,6 +74,12 @@ def _warn_of_others(found: Found, schemes: Schemes, site: str, taken: set[str]) 
         )
 
 
+def _past_hooks(found: Found, name: str) -> bool:
+    """Whether a linear module is one that its owner computes with by its weight alone."""
+    owner, _, own = name.rpartition(".")
+    return own == "out_proj" and isinstance(found.modules.get(owner), nn.MultiheadAttention)
+
+
 class LinearInputs:
     """Rounds them in hooks.
 
@@ -81,7 +88,18 @@ class LinearInputs:
     """
 
     def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
-        self._modules, self._runs = chosen_linears(found, schemes, "linear_inputs"), runs
+        modules = chosen_linears(found, schemes, "linear_inputs")
+        past_hooks = [name for name in modules if _past_hooks(found, name)]
+        if past_hooks:
+            warnings.warn(
+                f"{past_hooks[0]} is used by torch.nn.MultiheadAttention past any hook: its "
+                "linear_inputs, and those of others like it, are not quantized",
+                LeftAloneWarning,
+                stacklevel=2,
+            )
+        self._modules = {name: m for name, m in modules.items() if name not in past_hooks}
+        self._found, self._runs = found, runs
+        self._local = threading.local()  # fired: whether a module was seen in this thread's pass
         self._ends = {
             name: ends_of(table, scheme, name)
             for name, (_, scheme) in self._modules.items()
@@ -102,10 +120,21 @@ class LinearInputs:
         self._handles.clear()
 
     def check(self, now: Pass) -> None:
-        """A linear module need not run: an expert may have no tokens."""
+        """Refuse a pass in which none ran; one alone need not, as an expert without tokens.
+
+        Raises:
+            QuantizationError: says how many there are.
+        """
+        fired, self._local.fired = getattr(self._local, "fired", False), False
+        if not fired:
+            raise QuantizationError(
+                f"none of the {len(self._modules)} linear modules whose inputs are to be quantized "
+                "ran in a forward pass; leave linear_inputs out"
+            )
 
     def _hook(self, name: str, scheme: Scheme) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._local.fired = True
             if args:
                 return (self._rounded(name, args[0], scheme), *args[1:]), kwargs
             (given,) = kwargs  # torch calls it input, others x
@@ -117,17 +146,17 @@ class LinearInputs:
         if scheme.granularity == "token":
             return rounded(x, (-1,), scheme, name)
         if scheme.static:
-            check_seen(x, self._ends[name], scheme, name)
             return rounded(x, (-1,), scheme, name, self._kept(x, name), self._ends[name])
         real = real_tokens(self._runs.current(name), "linear_inputs").to(x.device)  # (B, N)
         if x.shape[:-1] == real.shape:
             return rounded(x, (1, 2), scheme, name, real[..., None])
-        if x.shape[:-1] == (real.numel(),):
+        if x.shape[:-1] == (real.numel(),) and in_order(self._found, name):
             whole = x.view(*real.shape, -1)
             return rounded(whole, (1, 2), scheme, name, real[..., None]).view_as(x)
         raise QuantizationError(
-            f"the inputs of {name}, {tuple(x.shape)}, are not the tokens of the pass, so that a "
-            "range of each sequence cannot be told; use the granularity token"
+            f"the inputs of {name}, {tuple(x.shape)}, are not known to be the tokens of the pass "
+            "in their order, so that a range of each sequence cannot be told; use the granularity "
+            "token"
         )
 
     def _kept(self, x: Tensor, name: str) -> Tensor | None:

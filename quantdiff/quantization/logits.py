@@ -11,6 +11,7 @@ from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits, as_multiplied
 from quantdiff.quantization.grid import Grid, NoGridError, RowGrids
 from quantdiff.quantization.newest import Newest
+from quantdiff.quantization.rounding import never_seen
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.softmax import Softmax
 from quantdiff.quantization.table import Table
@@ -46,7 +47,8 @@ def softmax_of(
         newest: keys that queries meet in place of those of `logits`, or None.
 
     Raises:
-        QuantizationError: NaN or infinity among the logits that count.
+        QuantizationError: NaN or infinity among the logits that count, or others than zeros where
+            a static range is zero.
     """
     given = (logits.scale, logits.visible, logits.softcap, logits.bias)
     if scheme is None:
@@ -65,6 +67,7 @@ def softmax_of(
                 f"the table holds ranges of {least.shape[1]} heads for {name}, which has "
                 f"{logits.query.shape[1]}"
             )
+        _check_seen(logits, least, most, scheme, name, heads, newest)
     else:
         least, most = extremes(logits, name, newest) if ends is None else ends  # (B, H)
         if scheme.granularity == "tensor":
@@ -76,6 +79,27 @@ def softmax_of(
     except NoGridError:
         raise QuantizationError(f"NaN or infinity among the attention logits of {name}") from None
     return Softmax(*given, grid, scheme.static, maps, clipped)
+
+
+def _check_seen(
+    logits: Logits,
+    least: Tensor,
+    most: Tensor,
+    scheme: Scheme,
+    name: str,
+    heads: NDArray[Any] | None,
+    newest: Newest | None,
+) -> None:
+    """Refuse logits where the calibration has seen none, or zeros alone; least, most: (1, H)."""
+    empty = (least == 0) & (most == 0)
+    if scheme.heads is not None:
+        numbers = range(empty.shape[1]) if heads is None else heads.tolist()
+        empty &= torch.tensor([n in scheme.heads for n in numbers], device=empty.device)
+    if not bool(empty.any()):
+        return
+    low, high = extremes(logits, name, newest)  # (B, H)
+    if bool((empty & ((low < 0) | (high > 0))).any()):
+        raise never_seen(scheme, f"a head of {name}")
 
 
 def extremes(logits: Logits, name: str, newest: Newest | None = None) -> tuple[Tensor, Tensor]:

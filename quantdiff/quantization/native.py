@@ -66,7 +66,7 @@ def round_rows(
         How many values of each head were clipped, (H,).
 
     Raises:
-        NoGridError: the range of a row is not finite.
+        NoGridError: the range of a row is not finite, or a value where the grid may clip it.
     """
     heads, rows, keys = x.shape
     own = isinstance(grid, RowGrids)
@@ -85,5 +85,5 @@ def round_rows(
     )  # fmt: skip
     _library().quantdiff_round(ctypes.byref(job))
     if bad.value:
-        raise NoGridError("a range with NaN or infinity has no grid")
+        raise NoGridError("NaN or infinity has no place on a grid")
     return clipped.sum(0)

@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
-from quantdiff.errors import QuantizationError, UsageError
+from quantdiff.errors import QuantizationError, RecordingError, UsageError
 from quantdiff.hooks.entrance import Entrance, is_entered
 from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.passes import Pass
@@ -21,7 +21,7 @@ from quantdiff.quantization.static import check_table
 from quantdiff.quantization.table import Table
 from quantdiff.quantization.weights import Weights
 
-__all__ = ["FakeQuantizer", "fake_quantize", "is_quantized", "refuse_quantized"]
+__all__ = ["FakeQuantizer", "fake_quantize", "found_in", "is_quantized", "refuse_quantized"]
 
 ATTENTION = ("keys", "attention_logits", "attention_maps", "values")  # of one attention call
 # Sites with hooks of their own, by name; each is made of (found, runs, schemes, table).
@@ -61,6 +61,21 @@ def refuse_quantized(model: nn.Module) -> None:
         )
 
 
+def found_in(model: nn.Module) -> Found:
+    """The modules of a model that is to be quantized.
+
+    Raises:
+        QuantizationError: they are not found without being named, which is for recordings alone.
+    """
+    try:
+        return Found(model, None)
+    except RecordingError as error:
+        raise QuantizationError(
+            f"{error}; that is for recording alone, quantization takes neither names of layers nor "
+            "a layout"
+        ) from error
+
+
 class FakeQuantizer:
     """Quantizes a model while it is entered as a context. See `fake_quantize`.
 
@@ -95,7 +110,7 @@ class FakeQuantizer:
                     "quantdiff.calibrate makes it"
                 )
         refuse(model)
-        self._found = Found(model, None)
+        self._found = found_in(model)
         layers = [name for name, _ in self._found.layers]
         self.schemes.check_layers(len(layers))
         if table is not None:

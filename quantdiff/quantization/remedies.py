@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantdiff.errors import QuantizationError, UsageError
+from quantdiff.quantization.layerwise import real_of
 from quantdiff.quantization.quantizer import refuse_quantized
 from quantdiff.quantization.residual import Residual, residual_of, restored
 
@@ -40,7 +41,7 @@ def smoothed(
     Raises:
         UsageError: α outside [0, 1], or no batches.
         QuantizationError: a model that is built otherwise, whose function changed, or that is
-            quantized already.
+            quantized already; a batch whose padding cannot be told.
     """
     if not 0 <= alpha <= 1:
         raise UsageError(f"alpha lies in [0, 1], not {alpha}")
@@ -165,8 +166,7 @@ def _largest(model: Any, parts: Residual, work: list[Mapping[str, Any]]) -> dict
     handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
         for batch in work:
-            mask = batch.get("attention_mask")
-            kept["mask"] = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            kept["mask"] = real_of(batch)
             model(**batch)
     finally:
         for handle in handles:

@@ -1,6 +1,7 @@
 """Rounding of tensors to grids over some of their dimensions, with straight-through gradients."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,22 @@ from quantdiff.hooks.passes import Pass
 from quantdiff.quantization.grid import Grid, NoGridError
 from quantdiff.quantization.scheme import Scheme
 
-__all__ = ["check_seen", "in_groups", "real_tokens", "rounded"]
+__all__ = ["in_groups", "never_seen", "real_tokens", "rounded"]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The rounded values, with the gradient of the plain ones.
+
+    x + (rounded − x) would not be the rounded value where x is much larger, as a clipped one is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: Tensor) -> Tensor:
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
 
 
 def rounded(
@@ -36,7 +52,8 @@ def rounded(
         As x, in its dtype. Its gradient goes to x unchanged.
 
     Raises:
-        QuantizationError: NaN or infinity among the values, but for those that are not kept.
+        QuantizationError: NaN or infinity among the values, but for those that are not kept, or
+            others than zeros where a static range holds nothing but zero.
     """
     values = x.detach()
     if values.dtype not in (torch.float32, torch.float64):
@@ -50,22 +67,32 @@ def rounded(
         raise QuantizationError(f"NaN or infinity among the {scheme.site} of {name}") from None
     if ends is not None:
         least, most = (end.to(x.device) for end in ends)
+        _check_seen(inside, least, most, scheme, name)
         grid = Grid.of(least, most, scheme.bits, scheme.symmetric)
     found = grid.quantize(values).to(x.dtype)
-    return x + (found - x.detach()) if x.requires_grad else found
+    if not x.requires_grad:
+        return found
+    passed: Tensor = _StraightThrough.apply(x, found)  # type: ignore[no-untyped-call]
+    return passed
 
 
-def check_seen(x: Tensor, ends: tuple[Tensor, Tensor], scheme: Scheme, name: str) -> None:
+def _check_seen(x: Tensor, least: Tensor, most: Tensor, scheme: Scheme, name: str) -> None:
     """Refuse values where the calibration has seen none, or zeros alone.
 
     Raises:
         QuantizationError: names the module.
     """
-    if not bool(torch.cat(ends).any()) and bool(x.any()):
-        raise QuantizationError(
-            f"the calibration saw no {scheme.site} of {name} but zeros, so that there is no range "
-            "for them: calibrate on more text"
-        )
+    empty = (least == 0) & (most == 0)
+    if bool(empty.any()) and bool((empty & (x != 0)).any()):
+        raise never_seen(scheme, name if empty.numel() == 1 else f"a head or a channel of {name}")
+
+
+def never_seen(scheme: Scheme, where: str) -> QuantizationError:
+    """The refusal of values where a static range holds nothing but zero."""
+    return QuantizationError(
+        f"the calibration saw no {scheme.site} of {where} but zeros, so that there is no range for "
+        "them: calibrate on more text"
+    )
 
 
 def real_tokens(now: Pass, site: str) -> Tensor:

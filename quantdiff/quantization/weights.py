@@ -1,5 +1,6 @@
 """The site `weights`: those of the linear modules of the decoder's layers, rounded to nearest."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def weight_modules(found: Found, schemes: Schemes) -> dict[str, tuple[nn.Module,
     """The linear modules whose weights are rounded, by name, with their scheme.
 
     Raises:
-        QuantizationError: weights that are quantized already, or a group that does not divide them.
+        QuantizationError: weights that are quantized already, a group that does not divide them, or
+            layers that share weights and have other schemes.
     """
     modules = chosen_linears(found, schemes, "weights")
     for name, (module, scheme) in modules.items():
@@ -67,7 +69,27 @@ def weight_modules(found: Found, schemes: Schemes) -> dict[str, tuple[nn.Module,
             raise QuantizationError(f"the weights of {name} are quantized already")
         if scheme.group is not None:
             in_groups(by_output(module, weight), scheme.group, name, scheme.site)
+    _check_shared(found, schemes, modules)
     return modules
+
+
+def _check_shared(
+    found: Found, schemes: Schemes, modules: dict[str, tuple[nn.Module, Scheme]]
+) -> None:
+    """Refuse weights that several layers share and that only some of them would have so."""
+    sharers: dict[nn.Parameter, list[int]] = {}
+    for number, (_, layer) in enumerate(found.layers):
+        for parameter in layer.parameters():
+            sharers.setdefault(parameter, []).append(number)
+    for name, (module, scheme) in modules.items():
+        weight: Any = module.weight
+        for number in sharers.get(weight, ()):
+            other = schemes.of("weights", number)
+            if other is None or replace(other, layers=scheme.layers) != scheme:
+                raise QuantizationError(
+                    f"{name} shares its weights with layer {number}, for which there is another "
+                    "scheme for weights or none; give these layers the same"
+                )
 
 
 def _rounded(name: str, weight: Tensor, scheme: Scheme) -> Tensor:

@@ -119,6 +119,32 @@ def test_recording_sees_the_logits_before():
         assert not np.array_equal(seen.sites[1].max, plain.sites[1].max)
 
 
+@pytest.mark.parametrize("build", [DiffAttention, MotifAttention])
+def test_the_linear_inputs_of_a_module_that_is_computed_twice_are_recorded_once(build):
+    model, counts = make(build, model_type="Motif"), []
+    for schemes in ((), (Scheme(SITE, 8),)):
+        with torch.no_grad(), fake_quantize(model, *schemes):
+            with record(model, sites=("linear_inputs",)) as recorder:
+                model(IDS)
+            counts.append([site.count.tolist() for site in recorder.profile().linear_inputs.sites])
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_a_mask_that_is_learned_gets_its_gradient(granularity):
+    """Also where it is zero so far, and where a module is measured first."""
+    model, gradients = make(DiffAttention), []
+    with torch.no_grad():
+        table = calibrate(model, [{"input_ids": IDS}])
+    mask = torch.nn.Parameter(torch.zeros(11, 11))
+    for schemes in ((), (Scheme(SITE, 8, granularity=granularity),)):
+        mask.grad = None
+        with fake_quantize(model, *schemes, table=table):
+            model(IDS, mask=mask).square().sum().backward()
+        gradients.append(mask.grad.flatten())
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.95
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
 @pytest.mark.parametrize("window", [(-1, -1), (4, 0)])
 @pytest.mark.parametrize("padded", [False, True])

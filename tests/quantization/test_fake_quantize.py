@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DogeConfig, DogeForCausalLM
 
 from quantdiff import (
     QuantizationError,
@@ -19,11 +20,12 @@ from quantdiff.attention import layout
 from quantdiff.hooks.logits import Logits
 from quantdiff.quantization import attention
 from quantdiff.quantization.attention import attend
+from quantdiff.quantization.grid import NoGridError
 from quantdiff.quantization.logits import softmax_of
 from quantdiff.statistics import Visible
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
-from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
+from tests.tiny import SETTINGS, build, tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 SITE = "attention_logits"
 NEAR = 1e-5  # which side a logit so near to a boundary goes to is chance
@@ -235,6 +237,64 @@ def test_a_clipped_logit_passes_no_gradient():
     of_q, of_k, of_v = torch.autograd.grad(out.sum(), (q, k, v))
     assert of_q.abs().max() == of_k.abs().max() == 0
     assert of_v.abs().min() > 0
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("range_", ["dynamic", "absmax"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_a_learned_bias_gets_its_gradient(shape, range_, softcap):
+    q, k, v = (x.double().requires_grad_() for x in case(3, 2, 4, 2, 13, 13, 8, size=1.0))
+    visible, seen = padded(2, 13, (0, 4))
+    generator = torch.Generator().manual_seed(2)
+    bias = torch.randn(*shape, 13, 13, generator=generator).double().requires_grad_()
+    table = Fixed(np.float32([-3, -2, -1, -4]), np.float32([2, 2.5, 3, 1]))
+    logits = Logits(q, k, 0.4, visible, softcap, lambda i, j: bias[:, :, i:j])
+    softmax = softmax_of(logits, Scheme(SITE, 4, range_, "head"), table, "here")
+    out = attend(q, k, v, softmax)
+    weight = torch.randn(out.shape, generator=generator).double()
+    found = torch.autograd.grad(out, (q, k, v, bias), weight)
+    x = torch.einsum("bhnd,bhmd->bhnm", q, k.repeat_interleave(2, 1)) * 0.4
+    x = (x if softcap is None else torch.tanh(x / softcap) * softcap) + bias
+    passes = x
+    if softmax.clips:  # a clipped logit passes none
+        passes = torch.where(softmax.grid.clipped(x), x.detach(), x)
+        assert not torch.equal(softmax.grid.clipped(x), torch.zeros_like(x).bool())
+    y = passes + (softmax.grid.quantize(x) - passes).detach()
+    y = y.masked_fill(~seen, -torch.inf)
+    weights = torch.where(seen.any(-1, keepdim=True), y, 0.0).softmax(-1)
+    plain = torch.where(seen, weights, 0.0) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, plain, rtol=1e-6, atol=1e-8)
+    expected = torch.autograd.grad(plain, (q, k, v, bias), weight)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_the_bias_that_doge_learns_gets_its_gradient():
+    settings = SETTINGS | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = build(DogeForCausalLM, DogeConfig(**settings))
+    ids, gradients = tiny_ids(2, 12), []
+    for schemes in ((), (Scheme(SITE, 8),)):
+        model.zero_grad()
+        with fake_quantize(model, *schemes):
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(torch.stack([layer.self_attn.A.grad for layer in model.model.layers]))
+    assert torch.cosine_similarity(*(g.flatten() for g in gradients), dim=0) > 0.95
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_an_infinite_logit_is_not_clipped(symmetric, holes):
+    """By the compiled rounding, and in plain torch, which takes masks that are no interval."""
+    q, k, v = case(3, 1, 1, 1, 5, 5, 8)
+    k[0, 0, 3] = 1e38
+    visible = Visible.causal(1, 5, 5)
+    if holes:
+        visible.mask = torch.eye(5, dtype=torch.bool).logical_not()[None, None]
+    table = Fixed(np.float32([-1]), np.float32([1]))
+    scheme = Scheme(SITE, 4, "absmax", symmetric=symmetric)
+    ours(q[:, :, :3], k, v, scheme, Visible(visible.start[:, :3], visible.stop[:, :3]), 1.0, table)
+    with pytest.raises(NoGridError):
+        ours(q * 1e3, k, v, scheme, visible, 1.0, table)
 
 
 # Whole models
@@ -472,3 +532,9 @@ def test_contexts_may_be_left_in_any_order():
             assert torch.equal(model(**batch()).logits, plain)
             assert "forward" not in vars(model)
             assert "forward" not in vars(model.model)
+
+
+def test_layers_that_a_recording_must_be_told():
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(8, 8), "second": torch.nn.Identity()})
+    with pytest.raises(QuantizationError, match=r"no list of like blocks.*for recording alone"):
+        fake_quantize(model, Scheme(SITE, 8))

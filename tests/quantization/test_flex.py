@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantdiff import Scheme
 from quantdiff.hooks.logits import Logits
@@ -80,3 +81,19 @@ def test_what_it_takes():
     logits = Logits(q, q, SCALE, Visible.causal(1, N, N))
     softmax = softmax_of(logits, Scheme(SITE, 6), None, "here")
     assert not flex.takes(q, q, q, softmax)  # blocks cost a CPU little, a compilation much
+
+
+def test_gradients_take_the_blocks():
+    """Those of learned sinks too."""
+    q = torch.randn(1, H, N, D)
+    softmax = softmax_of(
+        Logits(q, q, SCALE, Visible.causal(1, N, N)), Scheme(SITE, 6), None, "here"
+    )
+    with FakeTensorMode():  # a tensor of a GPU, without one
+        q = torch.empty(1, H, N, D, device="cuda")
+        learned = torch.empty(H, device="cuda", requires_grad=True)
+        for sinks in (None, learned.detach()):
+            assert flex.takes(q, q, q, softmax, sinks)
+        assert not flex.takes(q, q, q, softmax, learned)
+        with torch.no_grad():
+            assert flex.takes(q, q, q, softmax, learned)

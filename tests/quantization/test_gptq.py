@@ -35,7 +35,7 @@ def hessian_of(x):
 def step_by_step(weight, hessian, scheme, act_order=False):
     """Column by column, with a new inverse for each: O(n⁴) in all, and nothing to get wrong."""
     seen = hessian.diagonal() > 0
-    mean = hessian.diagonal()[seen].mean()
+    mean = hessian.diagonal().mean()
     h = (
         hessian
         + torch.diag(torch.where(seen, 0.0, mean))
@@ -265,6 +265,8 @@ def test_what_does_not_go():
     refused(UsageError, "needs a batch", [], scheme)
     refused(UsageError, "layer 5 of a scheme", text, replace(scheme, layers=(5,)))
     refused(QuantizationError, "groups of 7 do not", text, replace(scheme, granularity="group:7"))
+    ready = {"input_ids": text[0]["input_ids"], "attention_mask": torch.zeros(2, 1, 20, 20)}
+    refused(QuantizationError, "its padding cannot be told; give the 2-D mask", [ready], scheme)
     with fake_quantize(model, scheme):
         refused(QuantizationError, "before fake_quantize", text, scheme)
     mlp = model.model.layers[0].mlp
@@ -276,3 +278,37 @@ def test_what_does_not_go():
     model.config.num_hidden_layers = 1
     refused(QuantizationError, "layer 1 of LlamaForCausalLM did not run", text, scheme)
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+class Experts(nn.Module):
+    """Two experts that all tokens go to, in an order of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        order = rows[:, 0].argsort()
+        out = sum(expert(rows[order]) for expert in self.experts)
+        return torch.zeros_like(out).index_add(0, order, out).view_as(x)
+
+
+def with_experts():
+    model = MODELS["llama"]()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for layer in model.model.layers:
+            layer.mlp = Experts()
+    return model
+
+
+def test_padding_among_the_tokens_of_an_expert():
+    """They are as many as the batch has, but in an order of their own."""
+    model, scheme = with_experts(), Scheme("weights", 4, granularity="channel")
+    text = batch()
+    with gptq_rounded(model, [{"input_ids": text["input_ids"]}], scheme):
+        pass
+    refused = pytest.raises(QuantizationError, match=r"experts\.0, \(40, 32\), are not known to be")
+    with refused, gptq_rounded(model, [text], scheme):
+        pass

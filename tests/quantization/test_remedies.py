@@ -118,6 +118,10 @@ def test_bad_input():
         pass
     with pytest.raises(UsageError, match="migration needs a batch"), smoothed(model, []):
         pass
+    ready = batch() | {"attention_mask": torch.zeros(2, 1, 20, 20)}
+    refused = pytest.raises(QuantizationError, match="its padding cannot be told; give the 2-D")
+    with refused, smoothed(model, [ready]):
+        pass
     model.model.layers[0].mlp.extra = torch.nn.Linear(4, 4)
     with (
         pytest.raises(QuantizationError, match=r"not built like Llama.*mlp\.extra"),

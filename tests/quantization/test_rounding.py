@@ -1,5 +1,9 @@
 """The compiled rounding gives what the grids give, to the bit."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -80,3 +84,26 @@ def test_a_row_without_a_finite_range(bad, symmetric):
     x[1, 1, 6] = bad
     with pytest.raises(NoGridError, match="NaN or infinity"):
         rounded(x, start, stop, RowGrids(4, symmetric), clips=False)
+
+
+FEWER = """
+import torch
+from quantdiff.quantization import native
+from quantdiff.quantization.grid import RowGrids
+
+torch.manual_seed(0)
+x, outs = torch.randn(3, 8, 20), []
+stop = torch.arange(8, 16, dtype=torch.int32)
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    assert torch.get_num_threads() == threads
+    outs.append(x.clone())
+    native.round_rows(outs[-1], torch.zeros_like(stop), stop, RowGrids(3, True), clips=False)
+assert torch.equal(*outs)
+"""
+
+
+def test_fewer_threads_than_were_asked_for():
+    """OpenMP may start as many as it likes; no row is left unrounded and unmasked."""
+    limited = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    subprocess.run([sys.executable, "-c", FEWER], env=limited, check=True)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize
 from quantdiff.attention import layout
@@ -18,7 +19,8 @@ from quantdiff.errors import LeftAloneWarning
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
 from tests.quantization.test_fake_quantize import MODELS, SITE, Fixed, batch, grid_of
-from tests.standins import CAUSAL, IDS, D, DiffAttention, MotifAttention, make
+from tests.quantization.test_gptq import tiny_opt, with_experts
+from tests.standins import CAUSAL, IDS, C, D, DiffAttention, MotifAttention, make
 from tests.tiny import SETTINGS, VOCABULARY, build
 
 KV = ("token", "head", "channel", "group:4")
@@ -568,3 +570,97 @@ def test_each_logit_is_counted_once(name):
         for clipping in quantizer.clipping.values():
             assert (clipping.seen == int((kept * (kept + 1) // 2).sum())).all()
             assert 0 < clipping.share < 1
+
+
+@pytest.mark.parametrize("site", ["keys", "values", SITE])
+def test_a_cache_that_the_pass_does_not_know_is_refused(site):
+    """Its tokens would count as room of a cache of a fixed size."""
+    torch.manual_seed(0)
+    model = Small(lambda i: OWN["adjacent"](i, "sdpa"), layers=1).eval()
+    cache, attention_ = DynamicLayer(), model.blocks[0].attention
+    forward = attention_.forward
+    attention_.forward = lambda x, rel_pos, *_: forward(x, rel_pos, None, cache)
+    with torch.no_grad(), fake_quantize(model, Scheme(site, 8)):
+        model(batch()["input_ids"][:1, :8])
+        with pytest.raises(QuantizationError, match=r"attends to 12 keys .* knows of 4 tokens"):
+            model(batch()["input_ids"][:1, 8:12])
+
+
+def test_the_tokens_of_an_expert_are_not_those_of_the_pass():
+    """Though they are as many."""
+    model, given = with_experts(), batch()
+    refused = pytest.raises(QuantizationError, match=r"experts\.0, \(40, 32\), are not known to be")
+    with torch.no_grad():
+        with refused, fake_quantize(model, Scheme("linear_inputs", 3, granularity="tensor")):
+            model(**given)
+        with fake_quantize(model, Scheme("linear_inputs", 8, granularity="token")):
+            found = model(**given).logits
+            for ids, kept, one in zip(*given.values(), found, strict=True):
+                alone = model(input_ids=ids[kept.bool()][None]).logits[0]
+                assert (alone - one[kept.bool()]).abs().max() < 1e-4
+
+
+def test_tokens_of_all_sequences_one_after_the_other():
+    """As OPT's feed-forward parts get them: a range of each sequence is known."""
+    model, given = tiny_opt(), batch()
+    with torch.no_grad(), fake_quantize(model, Scheme("linear_inputs", 8, granularity="tensor")):
+        whole = model(**given).logits
+        for ids, kept, one in zip(*given.values(), whole, strict=True):
+            alone = model(input_ids=ids[kept.bool()][None]).logits[0]
+            assert (alone - one[kept.bool()]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["parameter", "module"])
+def test_layers_that_share_weights_share_their_scheme(whole):
+    model = MODELS["llama"]()
+    one, other = (layer.mlp for layer in model.model.layers)
+    if whole:
+        other.up_proj = one.up_proj
+    else:
+        other.up_proj.weight = one.up_proj.weight
+    first, second = (Scheme("weights", bits, layers=(i,)) for i, bits in enumerate((8, 2)))
+    refused = r"up_proj shares its weights with layer [01], for which there is another"
+    for schemes in ((first, second), (first,)):
+        with pytest.raises(QuantizationError, match=refused):
+            fake_quantize(model, *schemes)
+    with torch.no_grad():
+        found = []
+        for schemes in ((first, of_layers(first, (1,))), (Scheme("weights", 8),)):
+            with fake_quantize(model, *schemes):
+                found.append(model(**batch()).logits)
+    assert torch.equal(*found)
+
+
+class Mixed(nn.Module):
+    """A block whose one module is torch's own, and a linear module that is used by its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(C, 4, batch_first=True)
+        self.mlp = nn.Linear(C, C)
+        self.calls = True
+
+    def forward(self, x):
+        x = x + self.attn(x, x, x, need_weights=False)[0]
+        return x + (self.mlp(x) if self.calls else F.linear(x, self.mlp.weight))
+
+
+def test_linear_modules_that_are_used_past_their_hooks():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList(Mixed() for _ in range(2))}).eval()
+
+    def forward(inputs_embeds):
+        for layer in model.layers:
+            inputs_embeds = layer(inputs_embeds)
+        return inputs_embeds
+
+    model.forward = forward
+    x, scheme = torch.randn(1, 5, C), Scheme("linear_inputs", 3)
+    with pytest.warns(LeftAloneWarning, match=r"layers\.0\.attn\.out_proj is used by torch"):
+        quantizer = fake_quantize(model, scheme)
+    with torch.no_grad(), quantizer:
+        model(inputs_embeds=x)
+        for layer in model.layers:
+            layer.calls = False
+        with pytest.raises(QuantizationError, match=r"none of the 2 linear modules .* ran"):
+            model(inputs_embeds=x)

@@ -1,5 +1,6 @@
 """Linear inputs, keys, values and hidden states with ranges from a calibration."""
 
+import dataclasses
 import importlib
 
 import numpy as np
@@ -16,6 +17,7 @@ from quantdiff import (
     fake_quantize,
 )
 from quantdiff.calibration.observers import Observed, observe
+from quantdiff.quantization import rounding
 from tests.hooks.test_differential import OWN, Small
 from tests.hooks.test_recorder import padded
 from tests.hooks.test_sites import CACHE, EVERY, MODELS, Seen, steps
@@ -351,4 +353,62 @@ class TestRefusals:
                 fake_quantize(model, scheme, table=tables["llama"]),
                 pytest.raises(QuantizationError, match="NaN or infinity among the"),
             ):
+                model(tiny_ids())
+
+
+def test_what_is_clipped_is_on_the_grid_with_gradients_too():
+    """Half precision has no room for x + (rounded − x) where x lies far beyond the range."""
+    x = torch.tensor([[22500.0, 300.0, 0.3]], dtype=torch.bfloat16, requires_grad=True)
+    scheme, ends = Scheme("hidden_states", 8, "absmax"), (-torch.ones(1, 1), torch.ones(1, 1))
+    plain = rounding.rounded(x.detach(), (1,), scheme, "here", ends=ends)
+    with torch.enable_grad():
+        found = rounding.rounded(x, (1,), scheme, "here", ends=ends)
+        found.backward(torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16))
+    assert torch.equal(found, plain)
+    assert found[0, :2].tolist() == [1, 1]
+    assert x.grad.tolist() == [[1, 2, 3]]
+
+
+ZEROS = [
+    Scheme("values", 8, "absmax"), Scheme("values", 8, "absmax", "channel"),
+    Scheme("attention_logits", 8, "absmax", "head"), Scheme("hidden_states", 8, "absmax"),
+]  # fmt: skip
+
+
+class TestRangesOfZeros:
+    """Of a head or a channel that was zero in the calibration, and is not any more."""
+
+    def spoil(self, model, site):
+        """What makes a head's numbers zero, and what was there."""
+        layer = model.model.layers[1]
+        if site == "hidden_states":
+            handle = layer.register_forward_hook(lambda m, args, out: out * 0)
+            return handle.remove
+        name = "v_proj" if site == "values" else "q_proj"
+        weight = getattr(layer.self_attn, name).weight
+        before = weight.clone()
+        weight[8:16] = 0  # of head 1
+
+        def back():
+            weight[:] = before
+
+        return back
+
+    @pytest.mark.parametrize("scheme", ZEROS, ids=str)
+    def test_other_values(self, scheme):
+        model = tiny_llama()
+        back = self.spoil(model, scheme.site)
+        sites = () if scheme.site == "attention_logits" else (scheme.site,)
+        table = calibrate(model, texts(), sites=sites)
+        with fake_quantize(model, scheme, table=table):
+            model(tiny_ids())
+        back()
+        words = rf"saw no {scheme.site} of .*layers.1.* but zeros"
+        with (
+            fake_quantize(model, scheme, table=table),
+            pytest.raises(QuantizationError, match=words),
+        ):
+            model(tiny_ids())
+        if scheme.granularity == "head":
+            with fake_quantize(model, dataclasses.replace(scheme, heads=(0,)), table=table):
                 model(tiny_ids())
