@@ -1,7 +1,7 @@
 """What an exported checkpoint costs: the numbers of its card, and the table that shows them."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from quantdiff.analysis.evaluation.base import Text, quiet
 from quantdiff.analysis.evaluation.divergence import build as build_divergence
 from quantdiff.analysis.evaluation.forward import Forward
 from quantdiff.analysis.evaluation.perplexity import build as build_perplexity
+from quantdiff.analysis.sweep.ranges import check_text
 from quantdiff.analysis.text import UNKNOWN
-from quantdiff.errors import UsageError
 from quantdiff.export.result import Exported
 
 __all__ = ["export_table", "measuring"]
@@ -27,7 +27,7 @@ def measuring(
     tokenizer: Any,
     text: Text,
     *,
-    calibrated_on: str | None = None,
+    calibrated_on: Mapping[str, dict[str, Any]] | None = None,
     batch_size: int = 1,
     progress: Callable[[int], None] = quiet,
 ) -> tuple[Callable[[Any], dict[str, Any]], int]:
@@ -37,7 +37,8 @@ def measuring(
         model: the source.
         tokenizer: of both.
         text: what is read.
-        calibrated_on: fingerprint of the text that static ranges come from.
+        calibrated_on: the data of each calibration, as in `CalibrationTable.data`, by what was
+            calibrated, such as `the static ranges`.
         batch_size: windows in one pass; changes no number.
         progress: told the tokens done since the last call.
 
@@ -47,15 +48,12 @@ def measuring(
         `fingerprint`; and the tokens it will tell `progress` of.
 
     Raises:
-        UsageError: the text does not fit the model, or the ranges were calibrated on it.
+        UsageError: the text does not fit the model, or something was calibrated on it.
     """
     perplexity = build_perplexity("perplexity", "", model, tokenizer, text)
     divergence = build_divergence("divergence", "", model, tokenizer, text)
-    if calibrated_on is not None and calibrated_on == perplexity.data:
-        raise UsageError(
-            f"the ranges were calibrated on this very text ({text.source}): measure on another, "
-            "with --data"
-        )
+    for what, data in (calibrated_on or {}).items():
+        check_text(perplexity, text, tokenizer, data, what)
     windows = perplexity.windows
 
     def measure(copy: Any) -> dict[str, Any]:

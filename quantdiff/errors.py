@@ -5,6 +5,7 @@ __all__ = [
     "MissingExtraError",
     "QuantizationError",
     "RecordingError",
+    "SchemesLeftOutWarning",
     "UnknownLayoutWarning",
     "UsageError",
     "VerificationError",
@@ -41,6 +42,10 @@ class UnknownLayoutWarning(UserWarning):
 
 class LeftAloneWarning(UserWarning):
     """A layer holds weights that no linear module holds, and that are not quantized."""
+
+
+class SchemesLeftOutWarning(UserWarning):
+    """A checkpoint was measured with activations quantized, and is opened without that."""
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

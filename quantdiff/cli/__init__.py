@@ -3,7 +3,7 @@
 import os
 import sys
 
-from quantdiff.cli.common import app
+from quantdiff.cli.common import app, warnings_as_notes
 from quantdiff.errors import UsageError
 
 __all__ = ["main"]
@@ -25,7 +25,8 @@ def main() -> None:
     )
 
     try:
-        app(prog_name="quantdiff")
+        with warnings_as_notes():
+            app(prog_name="quantdiff")
     except UsageError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)

@@ -103,7 +103,6 @@ def calibrate(
                 f"note: {data} holds {windows.tokens:,} tokens, not the {tokens:,} asked for\n"
             )
         with (
-            common.warnings_as_notes(),
             common.interruptible() as stop,
             common.token_progress("calibrating", windows.tokens, quiet=as_json) as progress,
         ):

@@ -123,9 +123,9 @@ def silence_libraries() -> None:
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
     """Print quantdiff's own warnings as one line each."""
-    from quantdiff.errors import LeftAloneWarning, UnknownLayoutWarning
+    from quantdiff.errors import LeftAloneWarning, SchemesLeftOutWarning, UnknownLayoutWarning
 
-    own = LeftAloneWarning, UnknownLayoutWarning
+    own = LeftAloneWarning, UnknownLayoutWarning, SchemesLeftOutWarning
     with warnings.catch_warnings():
         for kind in own:
             warnings.simplefilter("once", kind)

@@ -1,4 +1,4 @@
-"""`quantdiff demo`: all that quantdiff does, on the models that are at hand without a network."""
+"""`quantdiff demo`: profiles, a sweep and their report, of the models at hand without a network."""
 
 import importlib.util
 import sys

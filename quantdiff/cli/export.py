@@ -10,7 +10,6 @@ import typer
 from quantdiff.cli import common
 
 if TYPE_CHECKING:
-    from quantdiff.calibration import CalibrationTable
     from quantdiff.export import Exported
     from quantdiff.quantization import Scheme
 
@@ -98,12 +97,14 @@ def export(
     """Quantize a model's weights into a checkpoint, and prove that it reloads as measured."""
     from quantdiff.analysis.evaluation import Text
     from quantdiff.analysis.exported import measuring
+    from quantdiff.analysis.profiling import check_length
+    from quantdiff.analysis.sweep.ranges import data_of
     from quantdiff.calibration import CalibrationTable, text_windows
     from quantdiff.errors import UsageError, VerificationError
     from quantdiff.export.exporting import check_out
     from quantdiff.export.exporting import export as run
     from quantdiff.export.formats import Options, find_format
-    from quantdiff.models import load
+    from quantdiff.models import context_length, load
     from quantdiff.models.options import resolve_device
 
     # All that can be refused before a large model is loaded.
@@ -120,18 +121,24 @@ def export(
             )
     common.silence_libraries()
     loaded, tokenizer = load(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    calibrated_on: dict[str, dict[str, Any]] = {}
+    if ranges is not None:
+        calibrated_on["the static ranges"] = ranges.data
     calibration: tuple[Any, ...] = ()
     if chosen.calibrated:
-        length = min(seq_len or 2048, 2048)
+        if seq_len is not None:
+            check_length(loaded, seq_len)
+        length = min(2048, seq_len or context_length(loaded) or 2048)
         windows = text_windows(
             calibration_data, tokenizer, tokens=calibration_tokens, seq_len=length
         )
         calibration = tuple(windows.windows)
+        calibrated_on["the weights"] = data_of(windows)
     function = None
     if measure:
         progress = _Progress()
         measured, total = measuring(
-            loaded, tokenizer, Text(data, tokens, seq_len), calibrated_on=_fingerprint(ranges),
+            loaded, tokenizer, Text(data, tokens, seq_len), calibrated_on=calibrated_on,
             progress=progress,
         )  # fmt: skip
         bar = common.token_progress("measuring", total, quiet=as_json)
@@ -170,10 +177,6 @@ def _shown(function: Any, bar: Any, told: _Progress) -> Any:
             return function(copy)
 
     return measure
-
-
-def _fingerprint(table: "CalibrationTable | None") -> str | None:
-    return None if table is None else table.data.get("fingerprint")
 
 
 def _schemes(

@@ -145,7 +145,6 @@ def profile(
                 f"note: {data} holds {windows.tokens:,} tokens, not the {tokens:,} asked for\n"
             )
         with (
-            common.warnings_as_notes(),
             common.interruptible() as stop,
             common.token_progress("recording", windows.tokens, quiet=as_json) as progress,
         ):

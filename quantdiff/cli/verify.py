@@ -38,7 +38,8 @@ def verify(
 ) -> None:
     """Check an exported folder: its files, its tensors, and the logits of the reloaded model.
 
-    A checkpoint that fails loses its name, so that nobody goes on with it: DIR becomes DIR.failed.
+    A checkpoint that is not what was exported loses its name, so that nobody goes on with it: DIR
+    becomes DIR.failed. One that cannot be loaded here keeps it.
     """
     from quantdiff.export.verifying import set_aside
     from quantdiff.export.verifying import verify as run
@@ -53,7 +54,11 @@ def verify(
         sys.stderr.write(f"note: {result.unwritten}\n")
     if result.passed:
         return
-    sys.stderr.write(f"error: {folder} is not what was exported: {'; '.join(result.failures)}\n")
+    wrong = "; ".join(result.failures)
+    if not result.differs:
+        sys.stderr.write(f"error: {folder} could not be checked: {wrong}\n")
+        raise typer.Exit(1)
+    sys.stderr.write(f"error: {folder} is not what was exported: {wrong}\n")
     if not keep:
         sys.stderr.write(f"it is now {set_aside(folder)}\n")
     raise typer.Exit(1)

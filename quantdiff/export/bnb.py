@@ -60,6 +60,7 @@ FORMATS = {
         quantize=partial(_quantize, name),
         save=save_model,
         load=transformers_load,
+        rounds_activations=name == "bnb-int8",
     )
     for name, title in _TITLES.items()
 }

@@ -16,7 +16,9 @@ _ROWS = (
 )
 
 
-def card(exported: Exported, chosen: Format, content: dict[str, Any], name: str) -> str:
+def card(
+    exported: Exported, chosen: Format, content: dict[str, Any], name: str, *, brings_code: bool
+) -> str:
     """Markdown.
 
     Args:
@@ -24,10 +26,12 @@ def card(exported: Exported, chosen: Format, content: dict[str, Any], name: str)
         chosen: the format.
         content: of `quantdiff.json`.
         name: of the folder.
+        brings_code: whether it holds modelling code that a loader has to be allowed to run.
     """
-    code = chosen.snippet.format(
-        folder=name, trust=_trust(content), register=_register(content)
-    ).replace("\n\n\n", "\n\n")
+    trust = ", trust_remote_code=True" if brings_code else ""
+    code = chosen.snippet.format(folder=name, trust=trust, register=_register(content)).replace(
+        "\n\n\n", "\n\n"
+    )
     parts = [
         "---\nlibrary_name: transformers\ntags:\n- quantized\n- quantdiff\n---",
         f"# {name}: {exported.model} with {chosen.title}",
@@ -84,10 +88,13 @@ def _made(exported: Exported, chosen: Format, content: dict[str, Any]) -> str:
     )
     if not how["kept"]:
         return f"{made}{source} with {chosen.title}."
-    double = " with double quantization" if how["double_quant"] else ""
+    detail = " with double quantization" if how["double_quant"] else ""
+    if "group" in how:
+        shared = "a row" if how["group"] is None else f"for {how['group']} weights"
+        detail = f" with one scale {shared}"
     kept = ", ".join(f"`{name}`" for name in how["kept"])
     return (
-        f"{made}{source} as `{exported.format}`{double}. Linear layers are quantized but for "
+        f"{made}{source} as `{exported.format}`{detail}. Linear layers are quantized but for "
         f"{kept}: {how['share']:.0%} of the parameters; all else is {how['dtype']}."
     )
 
@@ -109,12 +116,9 @@ def _table(exported: Exported) -> str:
             rows.append((words, before, format(measured[key], layout)))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     if "data" in measured:
-        table += f"\n\nMeasured on {measured['data']}, activations quantized as below."
+        below = ", activations quantized as below" if exported.schemes else ""
+        table += f"\n\nMeasured on {measured['data']}{below}."
     return table
-
-
-def _trust(content: dict[str, Any]) -> str:
-    return ", trust_remote_code=True" if content["model"]["family"] == "diff_v2" else ""
 
 
 def _register(content: dict[str, Any]) -> str:

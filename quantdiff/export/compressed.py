@@ -28,7 +28,7 @@ __all__ = ["FORMATS"]
 
 _TITLES = {
     "ct-w8a16": "8-bit integer weights, one scale a row, of compressed-tensors",
-    "ct-w4a16": "4-bit integer weights, one scale a group, of compressed-tensors",
+    "ct-w4a16": "4-bit integer weights of compressed-tensors",
     "ct-w8a8": "8-bit integer weights and activations, one scale a row and token, of "
     "compressed-tensors",
 }
@@ -40,7 +40,7 @@ _CHUNK = 1 << 22  # weights that are searched at a time
 
 def _check(name: str, options: Options, _: torch.device) -> None:
     no_options(name, options)
-    require("compressed_tensors", extra="compressed", purpose=f"write {name}")
+    require("compressed_tensors", extra="compressed", purpose=f"write or load {name}")
     needs(name, "accelerate")
 
 
@@ -158,6 +158,8 @@ FORMATS = {
         quantize=partial(_quantize, name),
         save=_save,
         load=transformers_load,
+        grouped=name == "ct-w4a16",
+        rounds_activations=name == "ct-w8a8",
     )
     for name, title in _TITLES.items()
 }

@@ -10,12 +10,16 @@ from safetensors import SafetensorError, safe_open
 
 from quantdiff.export.sidecar import ARRAYS, sha256
 from quantdiff.models.checks import PICKLES
+from quantdiff.models.sources import FORMATS
 
 __all__ = ["check_files", "check_tensors", "pickles"]
 
 _PICKLES = (*PICKLES, ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 # Files that a loader would read or run, so that one too many is no harmless addition.
 _READ = (".safetensors", ".index.json", ".py", ".gguf", "_config.json", "config.json")
+# Files that decide what a model computes.
+_COMPUTING = (".safetensors", ".index.json", ".py")
+_SETTINGS = ("config.json", "quantize_config.json", *FORMATS)
 
 # Ends of the names of tensors that are scales. A block of zeros has the largest magnitude 0 in
 # bitsandbytes' formats, whose code gives zeros for it; a scale that is divided by is never 0.
@@ -23,19 +27,22 @@ _DIVIDED = ("weight_scale", "weight._scale", ".scales")
 _MAGNITUDES = (".absmax", ".nested_absmax", ".SCB")
 
 
-def check_files(folder: Path, content: dict[str, Any], *, weights_only: bool = False) -> list[str]:
+def check_files(
+    folder: Path, content: dict[str, Any], *, computing_only: bool = False
+) -> list[str]:
     """What is wrong with the files, one sentence each; nothing if they are those exported.
 
     Args:
         folder: the checkpoint.
         content: of its `quantdiff.json`.
-        weights_only: leave aside what is no safetensors file, such as a chat template.
+        computing_only: leave aside what the logits of given tokens do not depend on, such as a chat
+            template or a tokenizer.
     """
     wrong = []
     listed: dict[str, dict[str, Any]] = content["files"]
     for name, known in listed.items():
         path = folder / name
-        if weights_only and path.suffix != ".safetensors":
+        if computing_only and not (name.endswith(_COMPUTING) or name in _SETTINGS):
             continue
         if not path.is_file():
             wrong.append(f"{name} is missing")

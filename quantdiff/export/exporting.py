@@ -1,9 +1,9 @@
 """A live model to a checkpoint folder that is proven to reload."""
 
 import gc
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from quantdiff.errors import UsageError, VerificationError
 from quantdiff.export.card import card
 from quantdiff.export.copies import (
     check_exportable,
+    group_size,
     kept_modules,
     quantized_share,
     quiet_libraries,
 )
-from quantdiff.export.formats import Format, Options, find_format
+from quantdiff.export.formats import Options, find_format, package_versions
 from quantdiff.export.passage import ROWS, environment, last_logits, passage_ids
 from quantdiff.export.ranges import AskedTable, RangeTable
 from quantdiff.export.result import Exported
@@ -32,9 +33,8 @@ from quantdiff.export.sidecar import (
 from quantdiff.export.verifying import verify
 from quantdiff.files import staged_folder, write_bytes
 from quantdiff.models import describe
-from quantdiff.models.checks import library_errors
-from quantdiff.models.converting_files import OWNED as MODEL_FILES
-from quantdiff.models.converting_files import readable
+from quantdiff.models.checks import INDEX, library_errors
+from quantdiff.models.converting_files import TOKENIZER, readable
 from quantdiff.models.quanto import MAP
 from quantdiff.quantization import Scheme, fake_quantize
 from quantdiff.quantization.table import Table
@@ -43,14 +43,19 @@ from quantdiff.versions import versions
 __all__ = ["check_out", "export"]
 
 # All that an export may write, which a later one with overwrite=True takes away first.
-OWNED = (*MODEL_FILES, "*.py", SIDECAR, VERIFICATION, MAP, "quantize_config.json", "config.json")
+OWNED = (
+    *TOKENIZER, CARD, "*.safetensors", INDEX, "*.py", SIDECAR, VERIFICATION, MAP,
+    "quantize_config.json", "config.json",
+)  # fmt: skip
 
 DEFINITIONS = {
     "attention_logits": "what softmax sees before masking: q·kᵀ·scaling, soft-capped where the "
     "model does, plus additive position biases",
     "grid": "symmetric: integers −(2^(b−1)−1) … 2^(b−1)−1, step = absmax / (2^(b−1)−1) in fp32, "
     "round half to even; asymmetric: integers 0 … 2^b−1 with an integer zero point",
-    "ranges": "least and most of each query head, (2, H) fp32, in quantdiff.safetensors",
+    "ranges": "least and most, fp32, in quantdiff.safetensors: (2, H) of attention logits, for H "
+    "query heads; (2, H) or, by channel, (2, H, C) of keys and values, for H key-value heads; "
+    "(2, 1) of linear inputs and hidden states",
     "bits_per_weight": "8 · bytes of the model's safetensors files / parameters, tied ones once",
 }
 
@@ -156,6 +161,7 @@ def export(
                     "format": format, "dtype": dtype, "double_quant": double_quant,
                     "kept": kept_modules(model) if chosen.packages else [],
                     "share": quantized_share(model) if chosen.packages else 0.0,
+                    **({"group": group_size(model)} if chosen.grouped else {}),
                 },
                 "model": described,
                 "definitions": DEFINITIONS,
@@ -165,11 +171,14 @@ def export(
                 "reference": environment(model.device) | versions(),
                 "size": {"bytes": size, "bits_per_weight": result.bits_per_weight},
                 "measured": measured,
-                "packages": _packages(chosen),
+                "packages": package_versions(chosen),
                 "command": command,
             }  # fmt: skip
             stored = RangeTable(described["name"], asked.sites, asked.ranges) if asked else None
-            write_bytes(stage / CARD, card(result, chosen, content, out.absolute().name).encode())
+            told = card(
+                result, chosen, content, out.absolute().name, brings_code=_brings_code(stage)
+            )
+            write_bytes(stage / CARD, told.encode())
             write_sidecar(stage, content, schemes, stored if static else None, logits)
         if check:
             step("checking")
@@ -249,5 +258,7 @@ def _calibration(table: Any) -> dict[str, Any]:
     }
 
 
-def _packages(chosen: Format) -> dict[str, str]:
-    return {name: metadata.version(name) for name in chosen.packages}
+def _brings_code(folder: Path) -> bool:
+    """Whether the config names code that lies beside it, which loaders run only if trusted."""
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return "auto_map" in settings and any(folder.glob("*.py"))

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import torch
 
 from quantdiff.errors import UsageError
 
-__all__ = ["FORMATS", "Format", "Loader", "Options", "Saver", "find_format"]
+__all__ = ["FORMATS", "Format", "Loader", "Options", "Saver", "find_format", "package_versions"]
 
 # Name -> module with `FORMATS`, a dictionary that holds the `Format` of that name.
 FORMATS = {
@@ -77,6 +78,8 @@ class Format:
         save: writes the copy, which has not computed anything yet.
         load: the format's own loader.
         calibrated: whether it needs windows of text.
+        grouped: whether weights share scales in groups of `copies.group_size`.
+        rounds_activations: whether its own loader rounds activations to few bits.
     """
 
     name: str
@@ -89,6 +92,8 @@ class Format:
     save: Saver
     load: Loader
     calibrated: bool = False
+    grouped: bool = False
+    rounds_activations: bool = False
 
 
 def find_format(name: str) -> Format:
@@ -101,3 +106,8 @@ def find_format(name: str) -> Format:
         raise UsageError(f"the format {name!r} is unknown; known: {', '.join(FORMATS)}")
     found: Format = importlib.import_module(FORMATS[name]).FORMATS[name]
     return found
+
+
+def package_versions(chosen: Format) -> dict[str, str]:
+    """Versions of the packages that a format needs, by their names."""
+    return {name: metadata.version(name) for name in chosen.packages}

@@ -30,7 +30,7 @@ _BITS = {"gptq-4bit": 4, "gptq-8bit": 8}
 
 def _check(name: str, options: Options, _: torch.device) -> None:
     no_options(name, options)
-    require("gptqmodel", extra="gptq", purpose=f"write {name}")
+    require("gptqmodel", extra="gptq", purpose=f"write or load {name}")
     needs(name, "accelerate")
 
 
@@ -84,6 +84,7 @@ FORMATS = {
         save=_save,
         load=transformers_load,
         calibrated=True,
+        grouped=True,
     )
     for name, bits in _BITS.items()
 }

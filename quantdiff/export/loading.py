@@ -1,11 +1,13 @@
 """Opening an exported folder with what its sidecar says, and any other model as it is."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
-from quantdiff.errors import UsageError
+from quantdiff.errors import SchemesLeftOutWarning, UsageError
 from quantdiff.models import load as load_model
+from quantdiff.models.schemes import SIDECAR
 
 __all__ = ["load", "restore"]
 
@@ -15,7 +17,8 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
 
     A folder that `quantdiff.export` wrote computes with the schemes it was exported with: the
     model's attribute `fake_quantizer` is the context they live in (`quantdiff.fake_quantize`),
-    entered for good; it is None where there are no schemes. Its hashes are checked before.
+    entered for good; it is None where there are no schemes. The hashes of weights, config and
+    code are checked before; tokenizer and chat template may have been mended.
 
     Args:
         name: a registered name (`quantdiff.models.known_names()`), a folder, a `.gguf` file or a
@@ -39,14 +42,16 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
     from quantdiff.export.sidecar import read_sidecar
 
     sidecar = read_sidecar(folder)
-    wrong = check_files(folder, sidecar.content, weights_only=True)
+    wrong = check_files(folder, sidecar.content, computing_only=True)
     if wrong:
         raise UsageError(f"{folder} is not what was exported: {wrong[0]}; export it again")
     for name_ in pickles(folder):
         raise UsageError(f"{folder} holds a pickle, {name_}, which can run any code: remove it")
     if dtype is None:
         dtype = sidecar.content["export"]["dtype"]
-    model, tokenizer = load_model(name, dtype=dtype, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SchemesLeftOutWarning)
+        model, tokenizer = load_model(name, dtype=dtype, **options)
     restore(model, sidecar)
     return model, tokenizer
 
@@ -72,7 +77,6 @@ def restore(model: Any, sidecar: Any) -> None:
 
 def _exported(name: str | Path) -> Path | None:
     """The folder, if `name` is one that holds a sidecar."""
-    from quantdiff.export.sidecar import SIDECAR
     from quantdiff.models import known_names
 
     if isinstance(name, str) and name in known_names():

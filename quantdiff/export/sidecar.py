@@ -21,6 +21,7 @@ from torch import Tensor
 from quantdiff.errors import UsageError
 from quantdiff.export.ranges import RangeTable
 from quantdiff.files import write_bytes, write_json
+from quantdiff.models.schemes import SIDECAR
 from quantdiff.quantization import Scheme
 from quantdiff.statistics.storage import read_content
 
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "quantdiff.export", 1
-SIDECAR, ARRAYS, VERIFICATION = "quantdiff.json", "quantdiff.safetensors", "verification.json"
+ARRAYS, VERIFICATION = "quantdiff.safetensors", "verification.json"
 CARD = "README.md"
 
 # Logits of the weights alone, as any loader gives them, and under the schemes.
@@ -89,7 +90,8 @@ def write_sidecar(
     stored = []
     for (scheme, name), ends in (table.ranges if table else {}).items():
         key = f"ranges.{schemes.index(scheme)}.{name}"
-        arrays[key] = torch.from_numpy(np.stack(ends).astype(np.float32))  # (2, H), (2, H, C)
+        stacked = np.stack(ends).astype(np.float32)  # (2, H), (2, H, C) or (2, 1)
+        arrays[key] = torch.from_numpy(stacked)
         stored.append({"scheme": schemes.index(scheme), "site": name, "tensor": key})
     write_bytes(folder / ARRAYS, save_tensors(arrays, metadata={"format": "pt"}))
     content = {

@@ -17,7 +17,7 @@ from torch import Tensor
 import quantdiff
 from quantdiff.errors import UsageError
 from quantdiff.export.contents import check_files, check_tensors, pickles
-from quantdiff.export.formats import find_format
+from quantdiff.export.formats import Format, Options, find_format, package_versions
 from quantdiff.export.passage import environment
 from quantdiff.export.sidecar import (
     ARRAYS,
@@ -50,11 +50,14 @@ class Check:
         name: for example `files`.
         passed: whether it is as it should be.
         detail: what was found, or what is wrong.
+        compared: False where a loader did not run, which tells nothing of the checkpoint: memory
+            may be short, or a package broken.
     """
 
     name: str
     passed: bool
     detail: str
+    compared: bool = True
 
 
 @dataclass
@@ -78,6 +81,11 @@ class Verification:
     def passed(self) -> bool:
         """Whether all checks were made and passed."""
         return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def differs(self) -> bool:
+        """Whether something was seen to be other than was exported."""
+        return any(check.compared and not check.passed for check in self.checks)
 
     @property
     def failures(self) -> list[str]:
@@ -108,9 +116,9 @@ def verify(
     Its files are compared with their hashes, its tensors are looked through, and it is loaded in a
     new process, once by the format's own loader and once with its schemes; both give the logits of
     a short passage, which are compared with those from before it was saved: to the bit on the same
-    kind of machine with the same versions, else to 1e-5 of the largest logit in fp32. Attention
-    that is rounded to few bits is compared on the same kind of machine alone, since a logit that
-    falls on the other side of a rounding boundary changes all that follows.
+    kind of machine with the same versions, else to 1e-5 of the largest logit in fp32. Where
+    activations are rounded to few bits, they are compared on the same kind of machine alone, since
+    a value that falls on the other side of a rounding boundary changes all that follows.
 
     Args:
         folder: what `quantdiff.export` wrote.
@@ -119,6 +127,7 @@ def verify(
 
     Raises:
         UsageError: it is no exported folder, or needs code that is not trusted.
+        MissingExtraError: a package that its format needs is not installed.
     """
     folder, begin = Path(folder).expanduser(), time.perf_counter()
     if not (folder / SIDECAR).is_file():
@@ -130,15 +139,15 @@ def verify(
     result = Verification(str(folder))
     sidecar = _static(folder, result)
     if sidecar is not None and result.passed:
-        name = sidecar.content["export"]["format"]
-        find_format(name)  # of a newer quantdiff
+        chosen = find_format(sidecar.content["export"]["format"])
+        chosen.check(Options(), where)
         trusted = trust_remote_code or not _foreign_code(folder, sidecar)
         if not trusted:
             raise UsageError(
                 f"{folder} brings its own modelling code: read it, and if you trust it pass "
                 "--trust-remote-code (trust_remote_code=True in Python)"
             )
-        _reload(folder, sidecar, where, result)
+        _reload(folder, sidecar, chosen, where, result)
     result.seconds = time.perf_counter() - begin
     try:
         write_json(folder / VERIFICATION, result.to_json())
@@ -183,7 +192,9 @@ def _foreign_code(folder: Path, sidecar: Sidecar) -> bool:
     return False
 
 
-def _reload(folder: Path, sidecar: Sidecar, device: torch.device, result: Verification) -> None:
+def _reload(
+    folder: Path, sidecar: Sidecar, chosen: Format, device: torch.device, result: Verification
+) -> None:
     """Load it in a new process and compare the logits."""
     known = sidecar.content["reference"]
     threads = known["threads"] or torch.get_num_threads()
@@ -208,16 +219,20 @@ def _reload(folder: Path, sidecar: Sidecar, device: torch.device, result: Verifi
         found = load_file(out) if out.is_file() else {}
     lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
     # The new process had the threads of the record.
-    same = environment(device) | versions() | {"threads": known["threads"]} == known
+    here = environment(device) | versions() | {"threads": known["threads"]}
+    same = here == known and package_versions(chosen) == sidecar.content["packages"]
     dtype = sidecar.content["export"]["dtype"]
-    loader = sidecar.content["export"]["format"]
-    for name, what in ((LOGITS, f"the loader of {loader}"), (QUANTIZED_LOGITS, "quantdiff.load")):
+    for name, what, rounded in (
+        (LOGITS, f"the loader of {chosen.name}", chosen.rounds_activations),
+        (QUANTIZED_LOGITS, "quantdiff.load", True),
+    ):
         if name not in sidecar.logits:
             continue
         if name not in found:
-            result._add(name, [f"{what} fails: {lines[-1][:_TOLD]}"], "")
+            told = f"{what} fails: {lines[-1][:_TOLD]}"
+            result.checks.append(Check(name, passed=False, detail=told, compared=False))
             return
-        judged = _compare(found[name], sidecar.logits[name], same, dtype, name == QUANTIZED_LOGITS)
+        judged = _compare(found[name], sidecar.logits[name], same, dtype, rounded)
         result._add(name, [f"{what} gives {judged[1]}"] if not judged[0] else [],
                     f"{what} gives {judged[1]}")  # fmt: skip
 

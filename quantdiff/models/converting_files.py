@@ -17,6 +17,7 @@ __all__ = [
     "CARD",
     "KEPT_CARD",
     "OWNED",
+    "TOKENIZER",
     "copy_companions",
     "dtype_name",
     "find_weights",
@@ -29,11 +30,12 @@ __all__ = [
 
 # What makes a model usable beside its config and weights. Code is not among it: that of the source
 # is the code of another kind of model.
-COMPANIONS = (
+TOKENIZER = (
     "tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "spiece.*", "tekken.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template*.jinja", "chat_template*.json",
-    "additional_chat_templates/*.jinja", "generation_config.json", "LICENSE*", "NOTICE*",
+    "additional_chat_templates/*.jinja", "generation_config.json",
 )  # fmt: skip
+COMPANIONS = (*TOKENIZER, "LICENSE*", "NOTICE*")
 CARD, KEPT_CARD = "README.md", "README.source.md"
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -133,12 +133,16 @@ def looks_differential(module: nn.Module) -> bool:
 def lambda_of(attention: nn.Module, dtype: torch.dtype = torch.float32) -> float | None:
     """λ of an attention module where it is one number, as in V1; None where it has none.
 
-    As the models compute it: each exponential in fp32, rounded to the queries' dtype before the
-    subtraction.
+    Rounded where the model rounds it. The official code, Motif, Phi-4 and quantdiff's modules sum
+    the products in the parameters' dtype, take the exponentials in fp32, and cast them to the
+    queries' dtype before the subtraction; DiffLlama sums in fp32, and timm casts λ as a whole.
 
-    Read from V1's four vectors, which have the same names in the official code, in DiffLlama, in
-    Motif's, Phi-4's and timm's models and in quantdiff's modules, or from timm's two scalars. V2's
-    λ depends on the token.
+    Read from V1's four vectors, which have the same names in all of these, or from timm's two
+    scalars. V2's λ depends on the token.
+
+    Args:
+        attention: the module.
+        dtype: of its queries.
     """
     init = getattr(attention, "lambda_init", None)
     if init is None:
@@ -147,13 +151,18 @@ def lambda_of(attention: nn.Module, dtype: torch.dtype = torch.float32) -> float
     vectors = [v.detach() for v in found if isinstance(v, torch.Tensor) and v.dim() == 1]
     if len(vectors) == len(VECTORS):
         q1, k1, q2, k2 = vectors
-        first, second = ((q * k).float().sum().exp().to(dtype) for q, k in ((q1, k1), (q2, k2)))
-        return float(first - second + float(init))
+        family = str(getattr(getattr(attention, "config", None), "model_type", "")).lower()
+        summed = torch.float32 if family == "diffllama" else q1.dtype
+        cast = torch.float32 if type(attention).__module__.startswith("timm.") else dtype
+        first, second = (
+            (q * k).sum(dtype=summed).float().exp().to(cast) for q, k in ((q1, k1), (q2, k2))
+        )
+        return float((first - second + float(init)).to(dtype))
     pair = [getattr(attention, name, None) for name in ("lambda_a", "lambda_b")]
-    scalars = [s.detach().float() for s in pair if isinstance(s, torch.Tensor) and s.dim() == 0]
+    scalars = [s.detach() for s in pair if isinstance(s, torch.Tensor) and s.dim() == 0]
     if len(scalars) == len(pair):
-        first, second = (scalar.exp().to(dtype) for scalar in scalars)
-        return float(first - second + float(init))
+        first, second = (scalar.exp() for scalar in scalars)
+        return float((first - second + float(init)).to(dtype))
     return None
 
 

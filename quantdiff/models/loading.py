@@ -29,6 +29,7 @@ from quantdiff.models.options import (
     resolve_device,
     resolve_dtype,
 )
+from quantdiff.models.schemes import tell_schemes
 from quantdiff.models.sources import ARCHITECTURES, FORMATS, locate
 
 __all__ = ["load"]
@@ -61,7 +62,8 @@ def load(
     Returns:
         The model, in eval mode on `device`, and the tokenizer. Weights come from safetensors or
         GGUF, never from pickles; those of a GGUF file are unpacked, so that the model can be
-        saved like any other.
+        saved like any other. Of an exported folder they come without the schemes, and a
+        `SchemesLeftOutWarning` names those.
 
     Raises:
         UsageError: the request cannot be met; the message names the thing and the remedy.
@@ -72,6 +74,7 @@ def load(
     check_attention(attention, target)
     check_flash_dtype(attention, precision)
     checkpoint = locate(name, revision)
+    tell_schemes(checkpoint)
     with _quiet():
         config = _open_config(checkpoint, trust_remote_code)
         if precision == "auto":

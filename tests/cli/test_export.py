@@ -1,13 +1,17 @@
 """`quantdiff export` and `quantdiff verify` as a user runs them."""
 
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import quantdiff
+from quantdiff.errors import UsageError
+from quantdiff.export.formats import find_format
 from tests.cli.test_profile import refused
-from tests.tiny import save_tiny, tiny_diff_v2, tiny_llama
+from tests.tiny import save_tiny, tiny_diff_v2, tiny_llama, tiny_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +113,83 @@ def test_refusals(run, source, tmp_path):
             "bf16 has no double quantization")  # fmt: skip
     refused(run("verify", source), "holds no exported checkpoint")
     assert list(tmp_path.iterdir()) == []
+
+
+def _seen(model, options):
+    raise UsageError(f"windows of {sorted({len(window) for window in options.windows})}")
+
+
+# As GPTQ is, whose package is not everywhere.
+FORMATS = {"calibrated": replace(find_format("bf16"), calibrated=True, quantize=_seen)}
+
+
+def test_windows_of_a_calibrated_format_fit_the_model(run, source, tmp_path, monkeypatch):
+    monkeypatch.setitem(quantdiff.export.FORMATS, "calibrated", __name__)
+    asked = ("export", source, "--format", "calibrated", "--calibration-tokens", 512,
+             "--out", tmp_path / "out")  # fmt: skip
+    refused(run(*asked, "--no-measure"), "windows of [128]")
+    refused(run(*asked, "--no-measure", "--seq-len", 64), "windows of [64]")
+    refused(run(*asked, "--no-measure", "--seq-len", 256), "--seq-len 256 is beyond")
+    refused(run(*asked, "--data", "corpus:train", "--tokens", 256),
+            "text that the weights were calibrated on (corpus:train)")  # fmt: skip
+
+
+def test_it_is_not_measured_on_the_text_of_its_ranges(run, source, tmp_path):
+    table = tmp_path / "table"
+    code, _, err = run("calibrate", source, "--data", "corpus", "--tokens", 512, "--out", table)
+    assert code == 0, err
+    refused(
+        run("export", source, "--format", "bf16", "--bits", 4, "--range", "absmax",
+            "--table", table, "--tokens", 256, "--out", tmp_path / "out"),
+        "text that the static ranges were calibrated on (corpus)",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def exported(tmp_path):
+    def export(format_, **options):
+        folder = tmp_path / "out"
+        quantdiff.export(tiny_llama(), tiny_tokenizer(), folder, format=format_, check=False,
+                         **options)  # fmt: skip
+        return folder
+
+    return export
+
+
+def test_a_package_that_is_missing_says_nothing_of_the_checkpoint(run, exported, monkeypatch):
+    folder = exported("ct-w8a8")
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    refused(run("verify", folder), "needed to write or load ct-w8a8", "quantdiff[compressed]")
+    assert folder.is_dir()
+
+
+def test_a_loader_that_does_not_run_says_nothing_of_the_checkpoint(run, exported, monkeypatch):
+    folder = exported("bf16")
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # as if memory were short
+    code, shown, err = run("verify", folder)
+    assert code == 1
+    assert "FAILED  logits: the loader of bf16 fails: exit code 1" in shown
+    assert err == f"error: {folder} could not be checked: the loader of bf16 fails: exit code 1\n"
+    assert folder.is_dir()
+
+
+def test_schemes_that_a_command_leaves_out_are_named(run, exported, tmp_path):
+    scheme = quantdiff.Scheme("attention_logits", 6, granularity="head")
+    folder = exported("bf16", schemes=[scheme, quantdiff.Scheme("keys", 4)])
+    note = (
+        f"note: {folder} is opened without the schemes that it was exported with (attention_logits "
+        "at 6 bits, keys at 4 bits): quantdiff.load gives the model with them\n"
+    )
+    code, _, err = run("profile", folder, "--tokens", 64, "--json")
+    assert (code, err) == (0, note)
+
+
+def test_a_sweep_names_them_too(run, exported, tmp_path):
+    folder = exported("bf16", schemes=[quantdiff.Scheme("attention_logits", 6)])
+    code, _, err = run("sweep", folder, "--bits", "16", "--eval", "perplexity", "--tokens", 64,
+                       "--out", tmp_path / "sweep", "--json")  # fmt: skip
+    assert code == 0, err
+    assert err.count("is opened without the schemes that it was exported with") == 1
 
 
 def test_help_shows_examples(run):

@@ -121,6 +121,15 @@ def test_overwriting_takes_the_earlier_export_away(save):
     check(folder)
 
 
+def test_overwriting_leaves_what_no_export_writes(save):
+    folder = save(tiny_llama())
+    mine = ("LICENSE", "LICENSE.txt", "NOTICE", "README.source.md")
+    for name in mine:
+        (folder / name).write_text("mine")
+    save(tiny_llama(seed=1), overwrite=True)
+    assert [(folder / name).read_text() for name in mine] == ["mine"] * len(mine)
+
+
 def test_other_folders_are_not_overwritten(save, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("…")

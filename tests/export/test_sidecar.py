@@ -1,13 +1,14 @@
 """Schemes and static ranges survive the disk, in every model that is opened with them."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
 import quantdiff
-from quantdiff.errors import UsageError
+from quantdiff.errors import SchemesLeftOutWarning, UsageError
 from quantdiff.export.passage import last_logits
 from quantdiff.export.ranges import RangeTable
 from quantdiff.export.sidecar import QUANTIZED_LOGITS, read_sidecar
@@ -95,8 +96,12 @@ def test_schemes_of_other_sites_and_of_some_layers(save):
 def test_the_schemes_are_in_force_and_can_be_left(save):
     model = tiny_llama()
     folder = save(model, "bf16", schemes=[quantdiff.Scheme("attention_logits", 2)])
-    loaded, _ = quantdiff.load(folder, device="cpu", dtype="float32")
-    plain, _ = quantdiff.models.load(folder, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SchemesLeftOutWarning)
+        loaded, _ = quantdiff.load(folder, device="cpu", dtype="float32")
+    with pytest.warns(SchemesLeftOutWarning, match="attention_logits at 2 bits") as seen:
+        plain, _ = quantdiff.models.load(folder, device="cpu")
+    assert [warning.filename for warning in seen] == [__file__]
     with torch.no_grad():
         wanted = plain(tiny_ids()).logits
         assert not torch.equal(loaded(tiny_ids()).logits, wanted)

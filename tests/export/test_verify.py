@@ -80,8 +80,28 @@ def test_a_flipped_bit(folder, name):
     content[-20] ^= 1
     path.write_bytes(content)
     assert f"{name} has other content than was exported" in failures(folder)
-    if name.endswith("safetensors"):
+    if name != "tokenizer.json":
         not_loaded(folder, name)
+
+
+def test_what_decides_the_logits_is_checked_on_loading(save):
+    folder = save(tiny_diff_v2())
+    for name, entry, value in (
+        ("tokenizer_config.json", "model_max_length", 64),
+        ("generation_config.json", "max_new_tokens", 5),
+    ):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | {entry: value}))
+    assert quantdiff.load(folder, device="cpu")[1].model_max_length == 64
+    config = (folder / "config.json").read_text()
+    settings = json.loads(config)
+    settings["rope_parameters"]["rope_theta"] *= 2
+    (folder / "config.json").write_text(json.dumps(settings))
+    not_loaded(folder, r"what was exported: config\.json has")
+    (folder / "config.json").write_text(config)
+    with (folder / "modeling_diff_v2.py").open("a") as file:
+        file.write("\n")
+    not_loaded(folder, r"what was exported: modeling_diff_v2\.py has")
 
 
 def test_a_sidecar_that_was_edited(folder):
@@ -170,6 +190,43 @@ def test_how_close_is_close():
     assert not _compare(wanted[:, :1], wanted, False, "float32", True)[0]
 
 
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Another machine: its new process gives the logits of the record, all of them moved."""
+    program, told = tmp_path / "elsewhere.sh", tmp_path / "told.safetensors"
+    program.write_text(f"#!/bin/sh\ncp {told} $4\n")
+    program.chmod(0o755)
+
+    def verify(folder, share, **changed):
+        sidecar = read_sidecar(folder)
+        content = sidecar.content | {
+            part: sidecar.content[part] | entries for part, entries in changed.items()
+        }
+        write_sidecar(folder, content, sidecar.schemes, sidecar.table, sidecar.logits)
+        save_file({n: v + share * v.abs().max() for n, v in sidecar.logits.items()}, told)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(program))
+            return quantdiff.verify(folder, device="cpu")
+
+    return verify
+
+
+@pytest.mark.parametrize("format_", ["bf16", "bnb-nf4", "ct-w8a16", "ct-w8a8", "bnb-int8"])
+def test_loaders_that_round_activations_are_compared_on_their_own_machine(save, elsewhere, format_):
+    folder = save(tiny_llama(), format_)
+    assert not elsewhere(folder, 1e-3).passed
+    result = elsewhere(folder, 0.1, reference={"device": "another"})
+    assert result.passed == (format_ in ("ct-w8a8", "bnb-int8")), result.failures
+    assert result.differs != result.passed
+
+
+def test_another_version_of_a_format_s_package_is_another_machine(save, elsewhere):
+    folder = save(tiny_llama(), "bnb-nf4")
+    assert "on the same kind of machine" in elsewhere(folder, 2e-6).failures[0]
+    result = elsewhere(folder, 2e-6, packages={"bitsandbytes": "0.1"})
+    assert result.passed, result.failures
+
+
 def test_what_is_no_export(tmp_path):
     with pytest.raises(UsageError, match="holds no exported checkpoint"):
         quantdiff.verify(tmp_path)
@@ -186,6 +243,7 @@ def test_foreign_code_is_not_run_unasked(tmp_path, save):
         quantdiff.verify(folder)
     result = quantdiff.verify(folder, trust_remote_code=True)
     assert result.failures == ["the loader of bf16 fails: ran"]
+    assert not result.differs
 
 
 def test_a_folder_that_may_not_be_written_is_judged_all_the_same(folder, monkeypatch):

@@ -1,0 +1,30 @@
+"""The schemes of an exported folder, which whoever opens its weights alone leaves out."""
+
+import json
+import warnings
+from pathlib import Path
+
+from quantdiff.errors import SchemesLeftOutWarning
+from quantdiff.models.checkpoint import Checkpoint
+
+__all__ = ["SIDECAR", "tell_schemes"]
+
+SIDECAR = "quantdiff.json"  # of an exported folder
+
+
+def tell_schemes(checkpoint: Checkpoint) -> None:
+    """Warn the caller's caller of the schemes that a folder was exported with, if there are any."""
+    if not checkpoint.on_disk or SIDECAR not in checkpoint.files:
+        return
+    try:
+        content = json.loads((Path(checkpoint.location) / SIDECAR).read_text(encoding="utf-8"))
+        told = [f"{scheme['site']} at {scheme['bits']} bits" for scheme in content["schemes"]]
+    except (OSError, ValueError, KeyError, TypeError):  # the weights are whole without it
+        return
+    if told:
+        warnings.warn(
+            f"{checkpoint.name} is opened without the schemes that it was exported with "
+            f"({', '.join(told)}): quantdiff.load gives the model with them",
+            SchemesLeftOutWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,52 @@
+"""What a checkpoint costs is not measured on the text that anything in it was calibrated on."""
+
+import pytest
+
+import quantdiff
+from quantdiff.analysis.evaluation import Text
+from quantdiff.analysis.exported import measuring
+from quantdiff.calibration import text_windows
+from quantdiff.errors import UsageError
+from tests.tiny import tiny_llama, tiny_tokenizer
+
+RANGES = "the static ranges"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, word in (("a", "the in an and "), ("b", "er and the sea "), ("c", "a third one ")):
+        (folder / f"{name}.txt").write_text(word * 60)
+    (folder / "copy.txt").write_text((folder / "a.txt").read_text() + "and then some more of it")
+    return folder
+
+
+def calibrated(path, tokens=64):
+    windows = text_windows(str(path), tiny_tokenizer(), tokens=tokens, seq_len=32)
+    return quantdiff.calibrate(tiny_llama(), windows)
+
+
+def measure(path, data, tokens=64, seq_len=None, what=RANGES):
+    text = Text(str(path), tokens, seq_len)
+    return measuring(tiny_llama(), tiny_tokenizer(), text, calibrated_on={what: data})
+
+
+@pytest.mark.parametrize(("tokens", "seq_len"), [(64, 32), (32, 32), (128, 32), (64, 16), (64, 64)])
+def test_however_much_of_the_text_is_taken(texts, tokens, seq_len):
+    data = calibrated(texts / "a.txt").data
+    with pytest.raises(UsageError, match=r"text that the static ranges were calibrated on \(.*a\."):
+        measure(texts / "a.txt", data, tokens, seq_len)
+    measure(texts / "b.txt", data, tokens, seq_len)
+
+
+def test_a_text_under_another_name(texts):
+    with pytest.raises(UsageError, match=r"text that the weights were calibrated on \(.*copy\."):
+        measure(texts / "copy.txt", calibrated(texts / "a.txt").data, what="the weights")
+
+
+def test_each_text_of_a_merged_table(texts):
+    data = calibrated(texts / "a.txt").merge(calibrated(texts / "b.txt")).data
+    for name in ("a", "b"):
+        with pytest.raises(UsageError, match="calibrated on"):
+            measure(texts / f"{name}.txt", data, tokens=100)
+    measure(texts / "c.txt", data)
