@@ -1,5 +1,7 @@
 """The linear modules of a model's layers, and their inputs as tokens."""
 
+import re
+
 from torch import Tensor, nn
 
 from quantdiff.errors import RecordingError
@@ -8,6 +10,9 @@ from quantdiff.hooks.layers import layer_of
 from quantdiff.hooks.passes import Pass
 
 __all__ = ["in_order", "input_rows", "input_width", "linear_modules"]
+
+_EXPERTS = re.compile(r"(?!shared)(\w+_)?experts?(_?\d+)?", re.IGNORECASE)
+_ROUTER = re.compile("router|gate$", re.IGNORECASE)
 
 
 def linear_modules(found: Found) -> dict[str, nn.Module]:
@@ -38,8 +43,10 @@ def in_order(found: Found, name: str) -> bool:
     parts = name[len(outer) :].split(".")[1:]
     places = [".".join([outer, *parts[:end]]) for end in range(1, len(parts))]
     lists = any(isinstance(found.modules[p], nn.ModuleList | nn.ModuleDict) for p in places)
-    expert = any("expert" in part.lower() and "shared" not in part.lower() for part in parts)
-    return not lists and not expert
+    experts = [end for end, part in enumerate(parts) if _EXPERTS.fullmatch(part)]
+    # A router may stand among the experts, and is shown all tokens.
+    routes = bool(experts) and any(_ROUTER.search(part) for part in parts[experts[-1] + 1 :])
+    return not lists and (not experts or routes)
 
 
 def input_rows(name: str, x: Tensor, now: Pass, found: Found) -> Tensor:

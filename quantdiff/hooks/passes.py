@@ -137,9 +137,11 @@ class Pass:
         mask: Any = call.mask
         per_head = getattr(mask, "ndim", 0) > 2 and mask.shape[-3] > 1
         heads = call.query.shape[1] if per_head else None
-        # It may be filled anew, in place, for the next layer.
-        counted = isinstance(mask, Tensor) and not mask.is_inference()
-        version = mask._version if counted else None
+        # It may be filled anew, in place, for the next layer; torch counts that outside of
+        # inference mode alone.
+        filled = isinstance(mask, Tensor)
+        version = mask._version if filled and not mask.is_inference() else None
+        content = mask.clone() if filled and version is None else None
         key = (
             type(call), id(mask), version, getattr(call, "implementation", None), heads,
             call.key.shape[2], options.get("sliding_window"), options.get("is_causal"),
@@ -147,13 +149,15 @@ class Pass:
             getattr(call, "window", None), getattr(call, "packed", None),
         )  # fmt: skip
         known = self.masks.get(key)
+        if known is not None and content is not None and not torch.equal(known[0][1], content):
+            known = None
         if known is None:
             visible, bias = read()
             if not self.batch.told and call.mask is not None:
                 self._adopt(visible, call.key.shape[2])
             visible = visible.only(self.batch.real.to(visible.stop.device))
             # Holding the mask keeps its id from being used again.
-            known = self.masks[key] = (call.mask, visible, bias)
+            known = self.masks[key] = ((mask, content), visible, bias)
         return known[1], known[2]
 
     def _adopt(self, visible: Visible, keys: int) -> None:

@@ -220,11 +220,12 @@ def _blocks(
                 seen = seen & extra[b if len(extra) > 1 else 0, :, :, :keys]
         if grid is not None:
             here = grid if isinstance(grid, Grid) else grid.of(*row_extremes(s, seen))
-            if softmax.clips:
-                # Clamping would make a finite value of an infinite one.
-                if not bool(torch.isfinite(torch.cat(row_extremes(s, seen))).all()):
-                    raise NoGridError("NaN or infinity has no place on a grid")
-                inside = ~beyond(s, here, softmax.heads) if slopes else None
+            if softmax.clips and slopes:  # after a forward that has looked at the same logits
+                inside = ~beyond(s, here, softmax.heads)
+            elif softmax.clips and not bool(
+                torch.isfinite(torch.cat(row_extremes(s, seen))).all()
+            ):  # clamping would make finite values of them
+                raise NoGridError("NaN or infinity has no place on a grid")
             if softmax.clipped is not None and not slopes and may_clip(here, softmax.clips):
                 outside = beyond(s, here, softmax.heads)
                 outside = outside if seen is None else outside & seen

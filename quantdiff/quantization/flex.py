@@ -16,7 +16,7 @@ from quantdiff.quantization.softmax import Softmax
 from quantdiff.statistics import Visible
 from quantdiff.statistics.precision import true_fp32
 
-__all__ = ["attend", "takes"]
+__all__ = ["attend", "may_overflow", "takes"]
 
 BLOCK = 128  # rows and keys of a block of the mask, as flex attention wants it
 
@@ -34,11 +34,11 @@ def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | Non
         and softmax.bias is None
         and softmax.visible.mask is None
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
-        and not (softmax.clips and _may_overflow(q, k, softmax.scale))
+        and not (softmax.clips and may_overflow(q, k, softmax.scale))
     )
 
 
-def _may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
+def may_overflow(q: Tensor, k: Tensor, scale: float) -> bool:
     """Whether a logit may be NaN or infinite, which clamping would hide."""
     largest = q.detach().abs().amax().double() * k.detach().abs().amax().double()
     return not float(largest) * q.shape[-1] * max(scale, 1.0) < torch.finfo(torch.float32).max

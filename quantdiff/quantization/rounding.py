@@ -22,7 +22,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: Tensor) -> Tensor:
-        return found
+        return found.clone()  # an input that is given back could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -158,7 +158,8 @@ def test_dropout_in_training_leaves_the_logits():
     check(recorder, model, CAUSAL)
 
 
-def test_a_mask_that_is_filled_anew_for_each_layer():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_is_filled_anew_for_each_layer(mode):
     def fill(given, mask):
         given.copy_(mask)
 
@@ -169,7 +170,7 @@ def test_a_mask_that_is_filled_anew_for_each_layer():
             lambda block, args, kwargs, mask=mask: fill(kwargs["attn_mask"], mask),
             with_kwargs=True,
         )
-    with torch.no_grad(), record(model) as recorder:
+    with mode(), record(model) as recorder:
         model(IDS, attn_mask=torch.zeros(1, 1, 11, 11, dtype=torch.bool))
     for site, mask in zip(recorder.profile().attention_logits.sites, seen, strict=True):
         assert site.count.tolist() == [2 * int(mask.sum())] * H

@@ -16,7 +16,7 @@ from tests import reference
 from tests.hooks.test_differential import OWN, Small
 from tests.hooks.test_recorder import CACHE, fit, padded
 from tests.standins import IDS, DiffAttention, Grouped, MotifAttention, make
-from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
+from tests.tiny import SETTINGS, tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 EVERY = ("linear_inputs", "keys", "values", "hidden_states")
 MODELS = {"llama": tiny_llama, "diffllama": tiny_diffllama, "diff_v2": tiny_diff_v2}
@@ -492,6 +492,23 @@ class TestRefusals:
             pytest.raises(RecordingError, match=r"experts\.0, \(32, 32\), are not the 2 sequences"),
         ):
             model(tiny_ids())
+
+    def test_a_router_among_the_experts_sees_all_tokens(self):
+        from transformers import JetMoeConfig, JetMoeForCausalLM
+
+        sizes = {"num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 2}
+        sizes |= {"num_experts_per_tok": 2, "num_attention_heads": 4}
+        torch.manual_seed(0)
+        model = JetMoeForCausalLM(JetMoeConfig(**SETTINGS | sizes)).eval()
+        seen = []
+        router = model.model.layers[1].self_attention.experts.router.layer
+        router.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        with torch.no_grad(), record(model, sites=("linear_inputs",)) as recorder:
+            model(tiny_ids())
+        sites = {site.name: site for site in recorder.profile().linear_inputs.sites}
+        site = sites["model.layers.1.self_attention.experts.router.layer"]
+        assert site.count[0] == seen[0].numel()
+        assert site.absmax[0] == float(seen[0].abs().max())
 
     def test_nan_names_the_module(self):
         model = tiny_llama()

@@ -83,6 +83,17 @@ def test_what_it_takes():
     assert not flex.takes(q, q, q, softmax)  # blocks cost a CPU little, a compilation much
 
 
+@pytest.mark.parametrize(
+    ("largest", "may"),
+    [(3.0, False), (1e15, False), (1e19, True), (torch.inf, True), (torch.nan, True)],
+)
+def test_logits_that_may_be_infinite(largest, may):
+    """Clamping to a static range would hide them."""
+    q = torch.randn(1, H, N, D)
+    q[0, 0, 2, 1] = largest
+    assert flex.may_overflow(q, q, SCALE) is may
+
+
 def test_gradients_take_the_blocks():
     """Those of learned sinks too."""
     q = torch.randn(1, H, N, D)

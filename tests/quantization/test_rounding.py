@@ -10,10 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantdiff.quantization import Grid, native
+from quantdiff.quantization import Grid, Scheme, fake_quantize, native
 from quantdiff.quantization.grid import NoGridError, RowGrids
+from tests.tiny import tiny_ids, tiny_llama
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the compiled rounding")
+
+
+def test_what_is_rounded_may_be_changed_in_place():
+    """As by a block that adds to its input in place, or by a hook behind ours."""
+    model = tiny_llama()
+    layer = model.model.layers[1]
+    layer.register_forward_pre_hook(lambda module, args: (args[0].mul_(2.0), *args[1:]))
+    with fake_quantize(model, Scheme("hidden_states", 8)):
+        model(tiny_ids()).logits.sum().backward()
+    assert model.model.layers[0].mlp.down_proj.weight.grad.abs().max() > 0
 
 
 def rounded(x, start, stop, grid, **options):
