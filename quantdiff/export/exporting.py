@@ -37,6 +37,7 @@ from quantdiff.models.checks import INDEX, library_errors
 from quantdiff.models.converting_files import TOKENIZER, readable
 from quantdiff.models.quanto import MAP
 from quantdiff.quantization import Scheme, fake_quantize
+from quantdiff.quantization.definitions import DEFINITIONS
 from quantdiff.quantization.table import Table
 from quantdiff.versions import versions
 
@@ -48,11 +49,7 @@ OWNED = (
     "quantize_config.json", "config.json",
 )  # fmt: skip
 
-DEFINITIONS = {
-    "attention_logits": "what softmax sees before masking: q·kᵀ·scaling, soft-capped where the "
-    "model does, plus additive position biases",
-    "grid": "symmetric: integers −(2^(b−1)−1) … 2^(b−1)−1, step = absmax / (2^(b−1)−1) in fp32, "
-    "round half to even; asymmetric: integers 0 … 2^b−1 with an integer zero point",
+_STORED = {
     "ranges": "least and most, fp32, in quantdiff.safetensors: (2, H) of attention logits, for H "
     "query heads; (2, H) or, by channel, (2, H, C) of keys and values, for H key-value heads; "
     "(2, 1) of linear inputs and hidden states",
@@ -82,7 +79,8 @@ def export(
     The folder holds config, generation config, tokenizer, chat template, weights as safetensors,
     modelling code where transformers has none, a model card, and a sidecar with the schemes, their
     static ranges and the logits of a short passage. Before it gets its name it is loaded in a new
-    process, by the format's own loader and by quantdiff, and must give those logits (`verify`).
+    process, by the format's own loader and by `quantdiff.load`, and must give those logits
+    (`verify`).
 
     The live model is neither written to nor moved.
 
@@ -164,7 +162,7 @@ def export(
                     **({"group": group_size(model)} if chosen.grouped else {}),
                 },
                 "model": described,
-                "definitions": DEFINITIONS,
+                "definitions": DEFINITIONS | _STORED,
                 "causal": all(scheme.causal for scheme in schemes),
                 "calibration": _calibration(table) if static else None,
                 "passage": {"ids": passage, "positions": min(ROWS, len(passage))},
@@ -200,7 +198,8 @@ def check_out(out: Path, overwrite: bool) -> None:
         return  # new, or what a killed run left behind
     if not overwrite:
         raise UsageError(f"{out} exists and is not empty; choose another --out or pass --overwrite")
-    if not (out / SIDECAR).is_file():
+    # One that was killed while its files were moved one by one has it here or still in the stage.
+    if not any((folder / SIDECAR).is_file() for folder in (out, *out.glob(".staged-*"))):
         raise UsageError(
             f"{out} holds files but no export that could be replaced (no {SIDECAR}); choose "
             "another --out"

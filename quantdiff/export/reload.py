@@ -1,7 +1,7 @@
 """Loads an exported folder in a process of its own: FOLDER OUT DEVICE THREADS.
 
-OUT receives the logits of the folder's passage, `logits` by the format's own loader and, where
-there are schemes, `quantized_logits` by quantdiff's. See `quantdiff.export.verifying`.
+OUT receives the logits of the folder's passage, `logits` by the format's own loader and
+`quantized_logits` by `quantdiff.load`, with the schemes. See `quantdiff.export.verifying`.
 """
 
 import gc
@@ -33,13 +33,12 @@ def main(folder: Path, out: Path, device: torch.device, threads: int) -> None:
         model = chosen.load(folder, device, dtype, trust_remote_code=True)
     found = {LOGITS: last_logits(model, ids)}
     save_file(found, out)
-    if QUANTIZED_LOGITS in sidecar.logits:
-        del model
-        gc.collect()
-        with quiet_libraries():
-            model, _ = load(folder, device=device, trust_remote_code=True)
-        found[QUANTIZED_LOGITS] = last_logits(model, ids)
-        save_file(found, out)
+    del model
+    gc.collect()
+    with quiet_libraries():
+        model, _ = load(folder, device=device, trust_remote_code=True)
+    found[QUANTIZED_LOGITS] = last_logits(model, ids)
+    save_file(found, out)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ import pytest
 
 import quantdiff
 from quantdiff.analysis.evaluation import Text
-from quantdiff.analysis.exported import measuring
+from quantdiff.analysis.exported import export_table, measuring
 from quantdiff.calibration import text_windows
 from quantdiff.errors import UsageError
+from quantdiff.export import Exported
 from tests.tiny import tiny_llama, tiny_tokenizer
 
 RANGES = "the static ranges"
@@ -42,6 +43,13 @@ def test_however_much_of_the_text_is_taken(texts, tokens, seq_len):
 def test_a_text_under_another_name(texts):
     with pytest.raises(UsageError, match=r"text that the weights were calibrated on \(.*copy\."):
         measure(texts / "copy.txt", calibrated(texts / "a.txt").data, what="the weights")
+
+
+def test_small_losses_do_not_read_as_none():
+    measured = {"perplexity": 2.0, "kl": 2.5e-6, "agreement": 0.99996}
+    made = Exported("out", "bf16", "tiny", 100, 200, 400, (), measured, None)
+    cells = [list(column.cells)[1] for column in export_table(made).columns]
+    assert cells == ["bf16", "0.0 MB", "16.00", "2.000", "2.500e-06", "99.996%"]
 
 
 def test_each_text_of_a_merged_table(texts):

@@ -1,5 +1,8 @@
 """`quantdiff demo` as a user runs it, on small models where the zoo's stand."""
 
+import json
+import shutil
+
 import pytest
 
 from quantdiff.analysis.sweep import SweepResults
@@ -45,6 +48,19 @@ def test_it_profiles_sweeps_and_compares_the_zoo(small, run, tmp_path):
         assert f"zoo:{kind}" in page
         assert number(profile.attention_logits.rank(1)) in told
     refused(run("demo", "--out", out), "is there already", "--overwrite")
+
+
+def test_json(small, run, tmp_path):
+    for kind in ("diff-v1", "diff-v2"):
+        shutil.rmtree(tmp_path / "zoo" / kind)
+    out = tmp_path / "demo"
+    code, shown, err = run("demo", "--out", out, "--json")
+    assert (code, err) == (0, "")
+    content = json.loads(shown)
+    assert content["profiles"] == {"zoo:transformer": str(out / "profiles" / "zoo-transformer")}
+    assert content["sweep"] == str(out / "sweep")
+    assert content["report"] == str(out / "report" / "report.html")
+    assert (out / "report" / "report.html").is_file()
 
 
 def test_results_of_others_are_not_replaced(small, run, tmp_path):

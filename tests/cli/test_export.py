@@ -46,19 +46,24 @@ def test_export_and_verify(run, source, tmp_path):
     assert 0 < measured["agreement"] < 1
     assert f"quantdiff export {source} --format bnb-nf4" in (out / "README.md").read_text()
 
-    code, shown, _ = run("verify", out)
+    code, shown, err = run("verify", out)
     assert code == 0
     assert "ok  files:" in shown
+    assert err.splitlines() == [
+        "comparing the files with their hashes",
+        "loading it in a new process",
+    ]
     shard = out / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     code, shown, err = run("verify", out, "--keep")
     assert code == 1
     assert "FAILED  files: model.safetensors has" in shown
-    assert err.startswith(f"error: {out} is not what was exported: model.safetensors has")
+    assert f"\nerror: {out} is not what was exported: model.safetensors has" in err
     assert out.is_dir()
     code, shown, err = run("verify", out, "--json")
     assert code == 1
     assert json.loads(shown)["passed"] is False
+    assert err.startswith("error: ")
     assert err.endswith(f"it is now {out}.failed\n")
     assert not out.exists()
 
@@ -104,6 +109,9 @@ def test_refusals(run, source, tmp_path):
     refused(run("export", source, "--format", "bf16", "--range", "absmax", *to), "need --bits")
     refused(run("export", source, "--format", "bf16", "--bits", 9, *to), "bits are 2 to 8")
     refused(run("export", source, "--format", "bf16", "--bits", 4, "--bits", 5, *to), "2 --bits")
+    refused(run("export", source, "--format", "bf16", "--bits", "8,four", *to), "not 'four'")
+    for option in (("--site", "keys"), ("--granularity", "head"), ("--asymmetric",)):
+        refused(run("export", source, "--format", "bf16", *option, *to), option[0], "need --bits")
     refused(
         run("export", source, "--format", "bf16", "--bits", 4, "--range", "mse", *to),
         "mse comes from a calibration",
@@ -113,6 +121,21 @@ def test_refusals(run, source, tmp_path):
             "bf16 has no double quantization")  # fmt: skip
     refused(run("verify", source), "holds no exported checkpoint")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lists_have_commas(run, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("quantdiff.export.exporting._checked", lambda result, *_: result)
+    for number, (given, widths) in enumerate((
+        (("--site", "keys,values", "--bits", 8), {"keys": 8, "values": 8}),
+        (("--site", "keys, values", "--bits", "8,4"), {"keys": 8, "values": 4}),
+        (("--site", "keys,values", "--site", "attention_logits", "--bits", "8,8", "--bits", 4),
+         {"keys": 8, "values": 8, "attention_logits": 4}),
+    )):  # fmt: skip
+        code, shown, err = run("export", source, "--format", "bf16", "--no-measure", *given,
+                               "--json", "--out", tmp_path / str(number))  # fmt: skip
+        assert code == 0, err
+        found = {scheme["site"]: scheme["bits"] for scheme in json.loads(shown)["schemes"]}
+        assert found == widths
 
 
 def _seen(model, options):
@@ -169,7 +192,8 @@ def test_a_loader_that_does_not_run_says_nothing_of_the_checkpoint(run, exported
     code, shown, err = run("verify", folder)
     assert code == 1
     assert "FAILED  logits: the loader of bf16 fails: exit code 1" in shown
-    assert err == f"error: {folder} could not be checked: the loader of bf16 fails: exit code 1\n"
+    told = f"error: {folder} could not be checked: the loader of bf16 fails: exit code 1"
+    assert err.splitlines()[-1] == told
     assert folder.is_dir()
 
 

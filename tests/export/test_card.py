@@ -6,6 +6,7 @@ import sys
 from transformers import GenerationConfig
 
 import quantdiff
+from quantdiff.export.card import percent
 from quantdiff.export.sidecar import read_sidecar
 from tests.tiny import SETTINGS, build, tiny_diff_v2, tiny_llama
 
@@ -21,6 +22,15 @@ def test_activations_are_told_of_where_they_are_quantized(save):
     assert "Measured on a text.\n" in card(save(tiny_llama(), name="a", **options))
     told = card(save(tiny_llama(), name="b", schemes=[SCHEME], **options))
     assert "Measured on a text, activations quantized as below.\n" in told
+
+
+def test_small_losses_do_not_read_as_none(save):
+    measured = {"kl": 2.5e-6, "agreement": 0.99996, "data": "a text"}
+    told = card(save(tiny_llama(), measure=lambda copy: measured))
+    assert "| KL from the source, nats a token |  | 2.500e-06 |" in told
+    assert "| same top-1 token as the source |  | 99.996% |" in told
+    shares = {0.0: "0.00%", 4e-7: "0.00004%", 0.5: "50.00%", 0.97123: "97.12%", 1.0: "100.00%"}
+    assert {share: percent(share) for share in shares} == shares
 
 
 def test_how_many_weights_share_a_scale(save):

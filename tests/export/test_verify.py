@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import quantdiff
 from quantdiff.errors import UsageError
 from quantdiff.export.contents import check_tensors, pickles
-from quantdiff.export.sidecar import LOGITS, read_sidecar, write_sidecar
-from quantdiff.export.verifying import _compare, set_aside
+from quantdiff.export.sidecar import LOGITS, QUANTIZED_LOGITS, read_sidecar, write_sidecar
+from quantdiff.export.verifying import set_aside
 from tests.tiny import tiny_diff_v2, tiny_llama
 
 
@@ -177,33 +177,21 @@ def test_tensors(tmp_path):
     ]  # fmt: skip
 
 
-def test_how_close_is_close():
-    wanted = torch.tensor([[1.0, -10.0]])
-    off = wanted + 5e-5
-    assert _compare(wanted, wanted, True, "float32", False)[0]
-    assert not _compare(off, wanted, True, "float32", False)[0]
-    assert _compare(off, wanted, False, "float32", False)[0]
-    assert not _compare(wanted + 2e-4, wanted, False, "float32", False)[0]
-    assert _compare(wanted + 2e-1, wanted, False, "bfloat16", False)[0]
-    assert _compare(wanted + 1, wanted, False, "float32", True)[0]
-    assert not _compare(wanted * torch.nan, wanted, False, "float32", True)[0]
-    assert not _compare(wanted[:, :1], wanted, False, "float32", True)[0]
-
-
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Another machine: its new process gives the logits of the record, all of them moved."""
+    """A new process that gives what `move` makes of each of the record's logits, (R, V)."""
     program, told = tmp_path / "elsewhere.sh", tmp_path / "told.safetensors"
     program.write_text(f"#!/bin/sh\ncp {told} $4\n")
     program.chmod(0o755)
 
-    def verify(folder, share, **changed):
+    def verify(folder, move, **changed):
         sidecar = read_sidecar(folder)
         content = sidecar.content | {
             part: sidecar.content[part] | entries for part, entries in changed.items()
         }
         write_sidecar(folder, content, sidecar.schemes, sidecar.table, sidecar.logits)
-        save_file({n: v + share * v.abs().max() for n, v in sidecar.logits.items()}, told)
+        known = {QUANTIZED_LOGITS: sidecar.logits[LOGITS]} | sidecar.logits
+        save_file({name: move(name, logits).clone() for name, logits in known.items()}, told)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", str(program))
             return quantdiff.verify(folder, device="cpu")
@@ -211,20 +199,106 @@ def elsewhere(tmp_path, monkeypatch):
     return verify
 
 
-@pytest.mark.parametrize("format_", ["bf16", "bnb-nf4", "ct-w8a16", "ct-w8a8", "bnb-int8"])
-def test_loaders_that_round_activations_are_compared_on_their_own_machine(save, elsewhere, format_):
+ANOTHER = {"reference": {"device": "another"}}
+
+
+def shifted(share):
+    """Logits moved by a share of the largest."""
+    return lambda _, logits: logits + share * logits.abs().max()
+
+
+def noisy(size, name=QUANTIZED_LOGITS):
+    """Logits with noise of a root mean square; those of other names as they are."""
+    return lambda which, logits: logits + (which == name) * size * _noise(logits)
+
+
+def unrelated(name=QUANTIZED_LOGITS):
+    """Logits of the same distribution over the vocabulary, none where it was."""
+    return lambda which, logits: logits.flip(1) if which == name else logits
+
+
+def _noise(logits):
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    return noise / rms(noise)
+
+
+def rms(values):
+    return values.square().mean().sqrt().item()
+
+
+def spread(logits):
+    return rms(logits - logits.mean(1, keepdim=True))
+
+
+def test_how_close_is_close(save, elsewhere):
+    """1e-5 of the largest logit in fp32, 5e-2 in bf16, and nothing on the same machine."""
+    precise, short = save(tiny_llama(), "bnb-nf4"), save(tiny_llama(), "bf16", name="short")
+    assert "on the same kind of machine" in elsewhere(precise, shifted(2e-6)).failures[0]
+    for folder, share in ((precise, 1e-5), (short, 5e-2)):
+        result = elsewhere(folder, shifted(0.5 * share), **ANOTHER)
+        assert result.passed, result.failures
+        assert len(elsewhere(folder, shifted(1.5 * share), **ANOTHER).failures) == 2
+    for broken in (shifted(torch.nan), lambda _, logits: logits[:1]):
+        assert elsewhere(precise, broken, **ANOTHER).differs
+
+
+def test_schemes_move_logits_so_far_and_no_farther(save, elsewhere):
+    """Twice as far as in the record."""
+    folder = save(tiny_llama(), "bnb-nf4", schemes=[quantdiff.Scheme("keys", 4)])
+    logits = read_sidecar(folder).logits
+    moved = rms(logits[QUANTIZED_LOGITS] - logits[LOGITS])
+    assert 0 < 4 * moved < spread(logits[LOGITS])
+    assert not elsewhere(folder, noisy(0.1 * moved)).passed
+    result = elsewhere(folder, noisy(1.9 * moved), **ANOTHER)
+    assert result.passed, result.failures
+    assert "which the rounding of activations explains" in result.checks[-1].detail
+    for move in (noisy(2.1 * moved), unrelated(), shifted(torch.nan)):
+        result = elsewhere(folder, move, **ANOTHER)
+        assert result.differs
+        assert result.failures[-1].startswith("quantdiff.load gives logits that differ by")
+    assert elsewhere(folder, noisy(0.1 * moved, LOGITS), **ANOTHER).differs
+
+
+def test_schemes_of_so_few_bits_that_they_explain_anything(save, elsewhere):
+    """Then nothing is told: neither that it is the checkpoint nor that it is not."""
+    folder = save(tiny_llama(), "bnb-nf4", schemes=[quantdiff.Scheme("keys", 4)])
+    sidecar = read_sidecar(folder)
+    sidecar.logits[QUANTIZED_LOGITS] = 2 * _noise(sidecar.logits[LOGITS])
+    write_sidecar(folder, sidecar.content, sidecar.schemes, sidecar.table, sidecar.logits)
+    result = elsewhere(folder, unrelated(), **ANOTHER)
+    assert not result.passed
+    assert not result.differs
+    assert "verify it on the kind of machine that exported it" in result.failures[0]
+    assert elsewhere(folder, noisy(0.9 * 2), **ANOTHER).passed
+
+
+@pytest.mark.parametrize("format_", ["ct-w8a16", "ct-w8a8", "bnb-int8"])
+def test_loaders_that_round_activations(save, elsewhere, format_):
+    """By half the spread of the logits; those that do not round, by 1e-5."""
     folder = save(tiny_llama(), format_)
-    assert not elsewhere(folder, 1e-3).passed
-    result = elsewhere(folder, 0.1, reference={"device": "another"})
-    assert result.passed == (format_ in ("ct-w8a8", "bnb-int8")), result.failures
-    assert result.differs != result.passed
+    known = read_sidecar(folder).logits[LOGITS]
+    rounds = format_ in ("ct-w8a8", "bnb-int8")
+    assert elsewhere(folder, noisy(1e-3)).differs
+    for name in (LOGITS, QUANTIZED_LOGITS):
+        result = elsewhere(folder, noisy(0.4 * spread(known), name), **ANOTHER)
+        assert result.passed == rounds, result.failures
+        assert elsewhere(folder, noisy(0.6 * spread(known), name), **ANOTHER).differs
+        assert elsewhere(folder, unrelated(name), **ANOTHER).differs
 
 
 def test_another_version_of_a_format_s_package_is_another_machine(save, elsewhere):
     folder = save(tiny_llama(), "bnb-nf4")
-    assert "on the same kind of machine" in elsewhere(folder, 2e-6).failures[0]
-    result = elsewhere(folder, 2e-6, packages={"bitsandbytes": "0.1"})
+    assert "on the same kind of machine" in elsewhere(folder, shifted(2e-6)).failures[0]
+    result = elsewhere(folder, shifted(2e-6), packages={"bitsandbytes": "0.1"})
     assert result.passed, result.failures
+
+
+def test_both_loaders_run_without_schemes_too(save):
+    result = quantdiff.verify(save(tiny_llama()), device="cpu")
+    assert [check.detail for check in result.checks[-2:]] == [
+        f"{what} gives the logits from before it was saved, to the bit"
+        for what in ("the loader of bf16", "quantdiff.load")
+    ]
 
 
 def test_what_is_no_export(tmp_path):
