@@ -15,7 +15,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 
-from quantdiff.analysis.text import shorten
+from quantdiff.analysis.text import shorten, shorten_apart
 from quantdiff.files import write_bytes
 
 __all__ = [
@@ -161,16 +161,19 @@ def legend_below(page: Page, entries: Sequence[tuple[str, Any]]) -> None:
     Args:
         page: grows by as many lines as the legend needs.
         entries: name and what is drawn in front of it; without any there is no legend. Names are
-            shortened where they are wider than the page, and neither `$` nor `_` in them is
-            mathematics.
+            shortened where they are wider than the page, none to another's, and neither `$` nor
+            `_` in them is mathematics.
     """
     if not entries:
         return
     width, height = page.get_size_inches()
     names = [name for name, _ in entries]
-    while _HANDLE + max(map(_inches, names)) > width:
-        longest = max(names, key=_inches)
-        names[names.index(longest)] = shorten(longest, len(longest) - 1)
+    wide = [name for name in names if _HANDLE + _inches(name) > width]
+    length = max(map(len, wide), default=0)
+    while any(_HANDLE + _inches(name) > width for name in names) and length > 1:
+        length -= 1
+        cut = shorten_apart(wide, length)
+        names = [cut.get(name, name) for name, _ in entries]
     # Columns are as wide as their own entries, at most as wide as the widest.
     needs = [_HANDLE + _inches(name) for name in names]
     columns = len(names) if sum(needs) < width else max(int(width / max(needs)), 1)

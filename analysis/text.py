@@ -2,10 +2,24 @@
 
 import math
 import re
+from collections.abc import Iterable
 
-__all__ = ["UNKNOWN", "four_digits", "literal", "number", "shorten", "slug", "two_digits"]
+__all__ = [
+    "UNKNOWN",
+    "four_digits",
+    "literal",
+    "number",
+    "shorten",
+    "shorten_apart",
+    "slug",
+    "two_digits",
+]
 
 UNKNOWN = "–"
+
+_BEFORE = 3  # letters that are kept before the first in which names differ
+_HEAD = 6  # letters that are kept of a name that is cut a second time
+_LEAST = 12  # letters of a name that has others beside it
 
 
 def literal(name: object) -> str:
@@ -19,6 +33,44 @@ def shorten(text: str, length: int) -> str:
         return text
     end = max(length - 1, 1) // 2
     return f"{text[: max(length - 1 - end, 0)]}…{text[len(text) - end :]}"
+
+
+def shorten_apart(names: Iterable[str], length: int) -> dict[str, str]:
+    """Names that stand side by side, each shortened, and none like another.
+
+    Those that their ends do not tell apart begin where they begin to differ.
+
+    Args:
+        names: of one legend or table.
+        length: characters of each, at most; more where so few cannot tell them apart.
+
+    Returns:
+        By name, in the order of the names.
+    """
+    length = max(length, _LEAST)
+    found = {name: shorten(name, length) for name in names}
+    alike: dict[str, list[str]] = {}
+    for name, short in found.items():
+        alike.setdefault(short, []).append(name)
+    for group in alike.values():
+        if len(group) > 1:
+            # What was cut already has in its first letters how it differs from other groups.
+            kept = group[0][:_HEAD] if group[0].startswith("…") else ""
+            start = _alike(group) - _BEFORE
+            if start > len(kept) + 1:
+                rest = shorten_apart([f"{kept}…{name[start:]}" for name in group], length)
+                found |= zip(group, rest.values(), strict=True)
+    if len(set(found.values())) < len(found):
+        return shorten_apart(found, 2 * length)
+    return found
+
+
+def _alike(names: list[str]) -> int:
+    """Letters at the start that names have in common."""
+    for place, letters in enumerate(zip(*names, strict=False)):
+        if len(set(letters)) > 1:
+            return place
+    return min(map(len, names))
 
 
 def slug(name: str, length: int = 40) -> str:

@@ -8,10 +8,11 @@ Every part is a sweep in a folder of its own under --out: one that was stopped g
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantdiff.analysis.evaluation import Text
@@ -21,6 +22,7 @@ from quantdiff.analysis.sweep import SweepResults, make_grid, sweep
 from quantdiff.analysis.sweep.lines import NO_WAY, lines, measures, way_label
 from quantdiff.analysis.sweep.mixed import plan_bits
 from quantdiff.analysis.sweep.ranking import plot_sensitivity
+from quantdiff.analysis.text import four_digits
 from quantdiff.files import write_bytes
 from quantdiff.quantization import Scheme, schemes
 from quantdiff.quantization.scheme import SITES
@@ -43,6 +45,17 @@ SEARCHED = ("attention_logits", "weights")
 WIDTHS, RANKED, BUDGET = (6, 4, 3), 4, 4
 SEARCH = Text("corpus:train", tokens=2048, seq_len=512)
 OTHER = Text("corpus", tokens=2048, seq_len=512)
+
+
+def remedied():
+    """Short names, and in place of a remedy inputs whose largest values are clipped."""
+    clipped = [
+        replace(scheme, range="percentile:99.9", granularity="tensor")
+        if scheme.site == "linear_inputs"
+        else scheme
+        for scheme in schemes("W8A8")
+    ]
+    return [(), *map(schemes, REMEDIED), clipped]
 
 
 def logits():
@@ -78,14 +91,15 @@ PARTS = {
         figure=("sites", "KL against bits, by site"),
     ),
     "together": Part(lambda: [(), *map(schemes, DEPLOYED)]),
-    "remedies": Part(lambda: [(), *map(schemes, REMEDIED)], remedies=REMEDIES),
+    "remedies": Part(remedied, remedies=REMEDIES),
 }
+# Metric -> its title and layout, None where it falls by decades from one width to another.
 SHOWN = {
-    "perplexity": ("Perplexity", "{:.2f}"),
-    "kl": ("KL from the unquantized model (nats a token)", "{:.5f}"),
-    "agreement": ("Agreement of the likeliest token", "{:.1%}"),
-    "acc": ("Accuracy", "{:.3f}"),
-    "acc_norm": ("Accuracy, choices' log-likelihoods divided by their length", "{:.3f}"),
+    "perplexity": ("Perplexity", ".2f"),
+    "kl": ("KL from the unquantized model (nats a token)", None),
+    "agreement": ("Agreement of the likeliest token", ".1%"),
+    "acc": ("Accuracy", ".3f"),
+    "acc_norm": ("Accuracy, choices' log-likelihoods divided by their length", ".3f"),
 }
 
 
@@ -159,7 +173,7 @@ def layers_content(folder):
             ranks = one.correlation(Sensitivity.of(other, model=model, site=site), RANKED)
             told = plan.told(unseen)
             costs = (told[n] for n in ("expected", "measured", "uniform_measured"))
-            expected, mixed, uniform = ("" if c is None else f"{c:.5f}" for c in costs)
+            expected, mixed, uniform = ("" if c is None else four_digits(c) for c in costs)
             rows.append(
                 f"| {model} | {site.replace('_', ' ')} | {ranks:.3f} | {told['average']:.2f} | "
                 f"{expected} | {mixed} | {told['uniform']} | {uniform} |"
@@ -201,7 +215,7 @@ def tables(results):
     for measure in measures(results):
         if measure.metric not in SHOWN:
             continue
-        title, form = SHOWN[measure.metric]
+        title, layout = SHOWN[measure.metric]
         of_one = lines(results, measure)
         widths = sorted({bits for line in of_one for bits in line.points}, reverse=True)
         rows = [
@@ -211,18 +225,23 @@ def tables(results):
         ]  # fmt: skip
         for line in of_one:
             way = "nothing" if line.way == NO_WAY else way_label(line.way)
-            cells = (cell(line.points.get(bits), form) for bits in widths)
+            cells = (cell(line.points.get(bits), layout) for bits in widths)
             rows.append(f"| {line.model} | {way} | {' | '.join(cells)} |")
         yield "\n".join(rows)
 
 
-def cell(row, form):
+def cell(row, layout):
     if row is None:
         return ""
     if row["status"] != "ok":
         return "failed"
-    error = f" ± {form.format(row['stderr'])}" if row["stderr"] else ""
-    return form.format(row["value"]) + error
+    value, error = row["value"], row["stderr"]
+    if layout is None:
+        if not error:
+            return four_digits(value)
+        # As far as the second digit of the error.
+        layout = f".{max(1 - math.floor(math.log10(error)), 0)}f"
+    return f"{value:{layout}}" + (f" ± {error:{layout}}" if error else "")
 
 
 if __name__ == "__main__":

@@ -133,15 +133,15 @@ class _Items:
 
     def __init__(self, measured: Measured) -> None:
         self._measured = measured
-        self._known: dict[str, Any] = {}
+        self._known: dict[tuple[str, str], Any] = {}
         self.warnings: list[str] = []
 
     def units(self, row: Row) -> Units | None:
         """Units of a row's metric; None where it has none, or where the items are gone."""
-        cell = row["cell"]
+        cell = row["model"], row["cell"]
         if cell not in self._known:
             try:
-                self._known[cell] = read_items(self._measured.folders[cell], cell)
+                self._known[cell] = read_items(self._measured.folders[cell], row["cell"])
             except UsageError as error:
                 self._known[cell] = None
                 if not self.warnings:

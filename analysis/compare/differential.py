@@ -10,6 +10,8 @@ from quantdiff.analysis.compare.alike import Group
 from quantdiff.analysis.compare.measured import Measured
 from quantdiff.analysis.compare.recorded import Recorded
 from quantdiff.analysis.frames import branch_histograms
+from quantdiff.analysis.maps import least_norm, maps_frame
+from quantdiff.analysis.modules import by_module
 from quantdiff.analysis.sweep.lines import NO_WAY, Line, lines, measures, way_label
 from quantdiff.statistics.histogram import Histogram
 from quantdiff.statistics.map_statistics import MapStatistics
@@ -73,7 +75,7 @@ def branches(group: Group[Recorded]) -> pd.DataFrame:
             heads = [
                 (site, g)
                 for site in part.sites
-                for g, other in enumerate(part.branches[site.layer])
+                for g, other in enumerate(part.branches[site.layer][: site.groups])
                 if other == branch
             ]
             rows.append({
@@ -90,28 +92,36 @@ def maps(group: Group[Recorded]) -> pd.DataFrame:
     """Measures of the attention maps over all layers, where they were measured.
 
     Returns:
-        One row a model and kind of map: `model`, `kind`, `rows`, the means over rows `row_sum`,
+        One row a model and kind of map: `model`, `kind`, `module` where the layers of a model hold
+        several attention modules, a row each, `rows`, the means over rows `row_sum`,
         `negative_mass`, `sink` and `entropy`, then `context_rms_min`, `context_rms_median` and
         `context_rms_max`, and what bounds them: `lower`, 1/√n for softmax over the longest
-        sequence, n, and 0 for a difference; `upper`, 1 for softmax, and for a difference the
+        sequence, n, and 0 for a difference, where a learned sink takes a share of the weights, and
+        for cross-attention; `upper`, 1 for softmax, and for a difference the
         largest of its layers: √(1 + λ²) for λ ≥ 0, as ‖w₁ − λ·w₂‖² ≤ ‖w₁‖² + λ²·‖w₂‖² for weights
         that are not negative, 1 + |λ| for λ < 0, and √2 for V2, whose λ lies between 0 and 1. It is
         NaN where λ is not known.
     """
     found = []
     for recorded in group.members:
-        kinds: dict[str, list[MapStatistics]] = {}
-        for site in recorded.profile.maps or []:
-            kinds.setdefault(site.kind, []).append(site)
+        if not recorded.profile.maps:
+            continue
         longest = int(recorded.profile.data["sequence_length"])
-        for kind, sites in kinds.items():
-            found.append(
-                {"model": recorded.label, "kind": kind}
-                | _together(sites)
-                | {"lower": 0.0 if kind == "difference" else longest**-0.5}
-                | {"upper": _largest(recorded, sites) if kind == "difference" else 1.0}
-            )
-    return pd.DataFrame(found)
+        for module, part in by_module(maps_frame(recorded.profile)):
+            names = set(part["name"])
+            kinds: dict[str, list[MapStatistics]] = {}
+            for site in recorded.profile.maps:
+                if site.name in names:
+                    kinds.setdefault(site.kind, []).append(site)
+            for kind, sites in kinds.items():
+                found.append(
+                    {"model": recorded.label, "kind": kind, "module": module}
+                    | _together(sites)
+                    | {"lower": least_norm(sites, longest)}
+                    | {"upper": _largest(recorded, sites) if kind == "difference" else 1.0}
+                )
+    frame = pd.DataFrame(found)
+    return frame.drop(columns="module") if len(frame) and frame["module"].isna().all() else frame
 
 
 def _largest(recorded: Recorded, sites: list[MapStatistics]) -> float:

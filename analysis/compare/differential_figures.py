@@ -1,6 +1,7 @@
 """Figures of differential models: λ by depth, maps by depth, noise before and after subtracting."""
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from quantdiff.analysis.compare.outlier_figures import model_entries, told_apart
+from quantdiff.analysis.modules import MARKERS, by_module
 from quantdiff.analysis.style import DOUBLE, SINGLE, Page, legend_below, set_title, style
 
 __all__ = ["draw_lambda", "lambda_page", "maps_page", "noise_page"]
@@ -17,7 +19,7 @@ Axes: TypeAlias = Any  # of matplotlib, which has no types here
 Colors: TypeAlias = Mapping[str, Any]
 
 _HEIGHT = 2.3  # inches
-_KINDS = {"softmax": "-", "difference": "-", "branch 1": "--", "branch 2": ":"}
+_KINDS = {"softmax": "-", "difference": "-.", "branch 1": "--", "branch 2": ":"}
 _MAIN = ("softmax", "difference")  # the maps that weigh the values
 _NOISE = {
     "snr_softmax": ("softmax", "-"), "snr_difference": ("difference", "-"),
@@ -51,24 +53,34 @@ def draw_lambda(ax: Axes, data: pd.DataFrame, colors: Colors) -> None:
     _layers(ax, "λ")
 
 
-def maps_page(data: pd.DataFrame, longest: int, upper: float, colors: Colors) -> Page:
-    """Sinks, negative mass and context RMS by depth, a line a model.
+def maps_page(data: pd.DataFrame, longest: int, bounds: pd.DataFrame, colors: Colors) -> Page:
+    """Sinks, negative mass and context RMS by depth, a line a model and attention module.
 
     Args:
         data: one row a model, layer and kind of map, of `outliers.curves(group, "maps")`.
         longest: tokens of the longest sequence, n.
-        upper: the largest bound of `differential.maps`; NaN where one is not known.
+        bounds: of `differential.maps`; the largest upper one is drawn where all are known.
         colors: of the models.
     """
     differential = bool((data["kind"] == "difference").any())
+    upper = float(bounds["upper"].max(skipna=False))
+    modules: dict[tuple[str, str], None] = {}  # that stand beside others, with their markers
     with style():
         page = Page(DOUBLE, _HEIGHT + 0.1)
         set_title(page, *_title(data, "attention maps by depth"))
         sink, middle, norm = page.subplots(1, 3)
         measure = "negative_mass" if differential else "entropy"
-        for (model, kind), line in data.groupby(["model", "kind"], sort=False):
+        drawn = [
+            (model, kind, module, marker, line)
+            for model, rows in data.groupby("model", sort=False)
+            for (module, part), marker in zip(by_module(rows), cycle(MARKERS), strict=False)
+            for kind, line in part.groupby("kind", sort=False)
+        ]
+        for model, kind, module, marker, line in drawn:
             color = colors[str(model)]
-            look = {"color": color, "linestyle": _KINDS[str(kind)]}
+            look = {"color": color, "linestyle": _KINDS[str(kind)], "marker": marker}
+            if module is not None:
+                modules[module, marker] = None
             sink.plot(line["layer"], line["sink"], **look, alpha=1.0 if kind in _MAIN else 0.6)
             if kind in _MAIN:
                 middle.plot(line["layer"], line[measure], **look)
@@ -79,7 +91,8 @@ def maps_page(data: pd.DataFrame, longest: int, upper: float, colors: Colors) ->
                 )  # fmt: skip
         norm.set_yscale("log")
         # Names on either side of two lines that may lie close together.
-        ends = [(longest**-0.5, "1/√n", "center"), (1.0, "1", "top" if differential else "center")]
+        ends = [(longest**-0.5, "1/√n", "center")] * bool(bounds["lower"].gt(0).any())
+        ends += [(1.0, "1", "top" if differential else "center")]
         most = (2**0.5, "√2", "bottom") if upper <= 2**0.5 else (upper, f"{upper:.3g}", "bottom")
         ends += [most] * (differential and not np.isnan(upper))
         for value, word, side in ends:
@@ -96,8 +109,11 @@ def maps_page(data: pd.DataFrame, longest: int, upper: float, colors: Colors) ->
         if differential:
             entries += [
                 (name.replace("branch", "map"), Line2D([], [], color="0.4", linestyle=_KINDS[name]))
-                for name in ("branch 1", "branch 2")
+                for name in ("difference", "branch 1", "branch 2")
             ]
+        entries += [
+            (module, Line2D([], [], color="0.4", marker=marker)) for module, marker in modules
+        ]
         legend_below(page, told_apart(entries))
         return page
 

@@ -20,8 +20,9 @@ _MAPS = (
     "w are the weights of one query over the keys that it sees, of differential heads softmax 1 − "
     "λ·softmax 2; means over rows of all layers and heads. Negative mass is Σ|w| over w < 0, first "
     "token the mean weight on it. Context RMS ‖w‖₂ is the RMS of the output for values of unit "
-    "RMS: from 1/√n to 1 for softmax over n keys; for a difference at most √(1 + λ²) where λ ≥ 0, "
-    "which is √2 for λ in [0, 1], and 1 + |λ| where λ < 0"
+    "RMS: from 1/√n to 1 for softmax over n keys, from 0 on where a learned sink takes a share of "
+    "the weights; for a difference at most √(1 + λ²) where λ ≥ 0, which is √2 for λ in [0, 1], and "
+    "1 + |λ| where λ < 0"
 )
 _NOISE = (
     "Signal to quantization noise of each layer's own rounding, given the queries and keys that it "
@@ -91,12 +92,13 @@ def _maps(group: Group[Recorded], colors: Colors, keys: Keys, drawn: bool) -> li
     if not len(frame):
         return []
     told = f"{about(group)} {_MAPS}."
-    shown = {name: _three for name in frame.columns if name not in ("model", "kind", "rows")}
+    words = ("model", "kind", "module", "rows")
+    shown = {name: _three for name in frame.columns if name not in words}
     parts: list[Part] = [table(keys("maps"), "Attention maps", frame, told, shown=shown)]
     if drawn:
         data = curves(group, "maps")
         longest = int(group.members[0].profile.data["sequence_length"])
-        page = maps_page(data, longest, float(frame["upper"].max(skipna=False)), colors)
+        page = maps_page(data, longest, frame, colors)
         caption = f"{told} The band spans least to most, dotted lines are bounds."
         description = "Weight on the first token, negative mass and context RMS by layer."
         title = "Attention maps by depth"

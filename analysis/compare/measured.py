@@ -90,7 +90,7 @@ class Measured:
         data: `source`, `data` (the fingerprint) and `settings`, as in `sweep.json`.
         dtype: of the models.
         results: as of one sweep, whose models are all labels of the comparison.
-        folders: cell that succeeded -> the folder that holds its items.
+        folders: label and cell that succeeded -> the folder that holds its items.
         labels: of the models that were measured.
         warnings: what a reader must know, one sentence each.
     """
@@ -100,7 +100,7 @@ class Measured:
     data: dict[str, Any]
     dtype: str
     results: SweepResults
-    folders: dict[str, Path]
+    folders: dict[tuple[str, str], Path]
     labels: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -187,7 +187,7 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
     """One sweep of all; what was measured twice and differently is shown once, and told."""
     first = group.members[0]
     rows: list[Row] = []
-    folders: dict[str, Path] = {}
+    folders: dict[tuple[str, str], Path] = {}
     owners: dict[tuple[str, str], SweepRun] = {}
     calibrations: dict[tuple[str, str], dict[str, str | None]] = {}  # of each line of a figure
     texts: dict[str, dict[str, dict[str | None, None]]] = {entry: {} for entry in _CALIBRATED}
@@ -210,8 +210,10 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
                     failed += 1
                     rows.append(row | {"model": one.label, "eval": first.evaluation})
                 continue
-            if row["cell"] in folders and folders[row["cell"]] != one.run.folder:
-                continue  # the very same cell, in another folder
+            # A cell's id tells the weights and not their name: a copy of them has the same.
+            cell = one.label, row["cell"]
+            if cell in folders and folders[cell] != one.run.folder:
+                continue  # the very same, in another folder
             known = one.calibrations(row)
             if (
                 calibrations.setdefault((one.label, _way(row, bits=False)), known) != known
@@ -221,7 +223,7 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
                 continue
             for entry in known:
                 texts[entry].setdefault(one.label, {})[one.text(entry)] = None
-            folders[row["cell"]] = one.run.folder
+            folders[cell] = one.run.folder
             rows.append(row | {"model": one.label, "eval": first.evaluation})
         if twice:
             sentences.append(

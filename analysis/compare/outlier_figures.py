@@ -14,8 +14,9 @@ from quantdiff.analysis.compare.outliers import curves
 from quantdiff.analysis.compare.recorded import Recorded
 from quantdiff.analysis.frames import ACTIVATIONS, MAGNITUDE
 from quantdiff.analysis.heads import draw_heads
+from quantdiff.analysis.modules import by_module
 from quantdiff.analysis.style import DOUBLE, SINGLE, Page, legend_below, set_title, style
-from quantdiff.analysis.text import shorten
+from quantdiff.analysis.text import shorten_apart
 
 __all__ = [
     "PANELS",
@@ -78,14 +79,22 @@ def draw_panel(
 
 
 def heads_page(group: Group[Recorded], colors: Colors) -> Page:
-    """The largest attention logit of each layer and head, a panel a model, on one scale."""
+    """The largest attention logit of each layer and head, on one scale.
+
+    A panel a model, or each of its attention modules where a layer holds several.
+    """
     data = curves(group, "heads")
-    models = list(dict.fromkeys(data["model"]))
+    several = data["model"].nunique() > 1
+    panels = {
+        " ".join([str(model)] * several + ([] if module is None else [module])): (str(model), part)
+        for model, rows in data.groupby("model", sort=False)
+        for module, part in by_module(rows)
+    }
     layers = data.groupby("model")["layer"].nunique().max()
     heads = int(data["head"].max()) + 1
     fit = max(int((DOUBLE - _BAR) / (_CELL * layers + _MARGIN)), 1)
-    rows = math.ceil(len(models) / min(fit, len(models)))
-    columns = math.ceil(len(models) / rows)
+    rows = math.ceil(len(panels) / min(fit, len(panels)))
+    columns = math.ceil(len(panels) / rows)
     width = min(_BAR + columns * (_MARGIN + 0.22 * layers), DOUBLE)
     cell = min(max((width - _BAR) / columns - _MARGIN, 0.1) / layers, 0.2)
     height = rows * (0.6 + max(cell, 0.1) * heads)
@@ -94,16 +103,16 @@ def heads_page(group: Group[Recorded], colors: Colors) -> Page:
         set_title(page, *_title(group, data))
         grid = page.subplots(rows, columns, squeeze=False, sharey=False)
         mesh: Any = None
-        for ax, model in zip(grid.flat, models, strict=False):
-            mesh = draw_heads(ax, data[data["model"] == model], float(data["absmax"].max()))
-            if len(models) > 1:
-                room = max(int(ax.bbox.width / page.dpi * _LETTERS), 8)
-                ax.set_title(shorten(model, room), parse_math=False, color=colors[model])
-            if not ax.get_subplotspec().is_last_row() and rows * columns == len(models):
+        for ax, (title, (model, part)) in zip(grid.flat, panels.items(), strict=False):
+            mesh = draw_heads(ax, part, float(data["absmax"].max()))
+            if len(panels) > 1:
+                short = shorten_apart(panels, int(ax.bbox.width / page.dpi * _LETTERS))
+                ax.set_title(short[title], parse_math=False, color=colors[model])
+            if not ax.get_subplotspec().is_last_row() and rows * columns == len(panels):
                 ax.set_xlabel("")
             if not ax.get_subplotspec().is_first_col():
                 ax.set_ylabel("")
-        for empty in list(grid.flat)[len(models) :]:
+        for empty in list(grid.flat)[len(panels) :]:
             empty.set_axis_off()
         bar = page.colorbar(mesh, ax=grid, pad=0.015, fraction=0.05, aspect=page.bbox.height / 8)
         bar.outline.set_visible(False)
@@ -113,10 +122,8 @@ def heads_page(group: Group[Recorded], colors: Colors) -> Page:
 
 def model_entries(data: pd.DataFrame, colors: Colors) -> list[tuple[str, Any]]:
     """What a legend says of the models, in their order."""
-    return [
-        (shorten(model, _NAME), Line2D([], [], color=colors[model]))
-        for model in dict.fromkeys(data["model"])
-    ]
+    short = shorten_apart(dict.fromkeys(data["model"]), _NAME)
+    return [(name, Line2D([], [], color=colors[model])) for model, name in short.items()]
 
 
 def told_apart(entries: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -51,7 +51,7 @@ def plot_recorded(
     if kind == "maps":
         _check(len(data), kind, "the maps were not measured: quantdiff profile --maps")
         longest = int(group.members[0].profile.data["sequence_length"])
-        return maps_page(data, longest, float(maps(group)["upper"].max(skipna=False)), colors)
+        return maps_page(data, longest, maps(group), colors)
     if kind == "heads":
         _check(data["absmax"].gt(0).any(), kind, "no attention logits were recorded")
         return heads_page(group, colors)

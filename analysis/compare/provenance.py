@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from quantdiff.analysis.compare.recorded import fingerprint
 from quantdiff.analysis.compare.runs import (
     KINDS,
     CalibrationRun,
@@ -17,7 +18,10 @@ from quantdiff.analysis.compare.runs import (
     place_of,
 )
 from quantdiff.analysis.sweep.lines import lines, measures, way_label
+from quantdiff.analysis.text import literal
 from quantdiff.calibration.table import SITE
+from quantdiff.export.card import scheme_in_words
+from quantdiff.quantization import Scheme
 
 __all__ = ["definitions", "provenance"]
 
@@ -29,9 +33,10 @@ def provenance(runs: Sequence[Run], names: Names) -> pd.DataFrame:
 
     Returns:
         `model`, `name` (as it stands in the run), `kind`, `folder`, `what` (evaluation, format or
-        level of detail), `dtype`, `data`, `fingerprint`, `tokens`, `sequence_length`, `state`
-        (`whole` or what is missing), `scheme`, `versions` and `command`; missing where a run does
-        not say.
+        level of detail), `dtype`, `device`, `attention`, `data`, `fingerprint`, `tokens`,
+        `sequence_length`, `state` (`whole` or what is missing), `scheme`, `calibrated_on` (what
+        static ranges and remedies saw, in words), `versions` and `command`; missing where a run
+        does not say.
     """
     rows = []
     for run in runs:
@@ -39,7 +44,7 @@ def provenance(runs: Sequence[Run], names: Names) -> pd.DataFrame:
             name = row.pop("name")
             start = {"model": names.of(run, name), "name": name, "kind": KINDS[type(run)]}
             rows.append(start | {"folder": place_of(run)} | row)
-    return pd.DataFrame(rows).astype({"tokens": "Int64", "sequence_length": "Int64"})
+    return pd.DataFrame(rows, columns=list(_COLUMNS)).astype(_WHOLE)
 
 
 def definitions(runs: Sequence[Run], names: Names) -> pd.DataFrame:
@@ -61,7 +66,10 @@ def definitions(runs: Sequence[Run], names: Names) -> pd.DataFrame:
         for measure, definition in told.items():
             found.setdefault((measure, definition), {})[names.of(run)] = None
         if isinstance(run, SweepRun):
-            for model, about in run.results.record["models"].items():
+            record = run.results.record
+            for model, about in record["models"].items():
+                for key, definition in record.get("definitions", {}).items():
+                    found.setdefault((f"sweep: {key}", definition), {})[names.of(run, model)] = None
                 for evaluation, data in about["evaluations"].items():
                     settings = ", ".join(f"{k}: {v}" for k, v in data["settings"].items())
                     found.setdefault((evaluation, settings), {})[names.of(run, model)] = None
@@ -76,7 +84,6 @@ def _profile(run: ProfileRun) -> Iterator[Row]:
         "what": profile.detail,
         **_seen(profile.model, profile.data),
         "state": "partial" if profile.partial else "whole",
-        "scheme": None,
         "versions": _versions(profile.versions),
         "command": profile.command,
     }
@@ -89,7 +96,6 @@ def _calibration(run: CalibrationRun) -> Iterator[Row]:
         "what": "ranges",
         **_seen(table.model, table.data),
         "state": "partial" if table.partial else "whole",
-        "scheme": None,
         "versions": _versions(table.versions),
         "command": table.command,
     }
@@ -98,18 +104,21 @@ def _calibration(run: CalibrationRun) -> Iterator[Row]:
 def _checkpoint(run: CheckpointRun) -> Iterator[Row]:
     content = run.content
     measured = content.get("measured") or {}
-    schemes = [f"{entry['site']} {entry['bits']} bits" for entry in content["schemes"]]
+    schemes = [scheme_in_words(Scheme(**entry)) for entry in content["schemes"]]
+    seen = (content.get("calibration") or {}).get("data")
     versions = {k: v for k, v in content["reference"].items() if k in _LIBRARIES}
     yield {
         "name": models_of(run)[0],
         "what": content["export"]["format"],
         "dtype": content["export"]["dtype"],
+        "device": content["reference"].get("device"),
         "data": measured.get("data"),
         "fingerprint": measured.get("fingerprint"),
-        "tokens": None,
-        "sequence_length": None,
+        "tokens": measured.get("tokens"),
+        "sequence_length": measured.get("sequence_length"),
         "state": run.verification,
         "scheme": "; ".join(schemes) or None,
+        "calibrated_on": f"static ranges on {_text(seen)}" if seen else None,
         "versions": _versions(versions | content.get("packages", {})),
         "command": content.get("command") or None,
     }
@@ -125,12 +134,15 @@ def _sweep(run: SweepRun) -> Iterator[Row]:
                 "name": model,
                 "what": evaluation,
                 "dtype": about["dtype"],
+                "device": about["device"],
+                "attention": about["attention"],
                 "data": data["source"],
                 "fingerprint": data["data"],
                 "tokens": settings.get("tokens"),
                 "sequence_length": settings.get("seq_len"),
                 "state": _state(run, mine),
                 "scheme": "; ".join(_schemes(run, model, evaluation)) or None,
+                "calibrated_on": _calibrated_on(about),
                 "versions": _versions(record["versions"]),
                 "command": "; ".join(record["commands"]) or None,
             }
@@ -158,6 +170,23 @@ def _schemes(run: SweepRun, model: str, evaluation: str) -> list[str]:
     return [f"{way}: {', '.join(map(str, widths))} bits" for way, widths in found.items()]
 
 
+def _calibrated_on(about: Mapping[str, Any]) -> str | None:
+    """What a model's static ranges and remedies saw, by its entry in `sweep.json`."""
+    told = [
+        f"{what} on {_text((about.get(entry) or {})['data'])}"
+        for entry, what in _CALIBRATED.items()
+        if (about.get(entry) or {}).get("data")
+    ]
+    return "; ".join(told) or None
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    """What a calibration saw, in words."""
+    source = literal(data.get("source") or "a batch")
+    tokens = f"{data['tokens']:,} tokens of " if "tokens" in data else ""
+    return f"{tokens}{source} ({fingerprint(data.get('fingerprint'))})"
+
+
 def _seen(model: Mapping[str, Any], data: Mapping[str, Any]) -> Row:
     return {
         "dtype": model.get("dtype"),
@@ -171,6 +200,15 @@ def _seen(model: Mapping[str, Any], data: Mapping[str, Any]) -> Row:
 def _versions(versions: Mapping[str, str]) -> str | None:
     return ", ".join(f"{name} {version}" for name, version in versions.items()) or None
 
+
+_COLUMNS = (
+    "model", "name", "kind", "folder", "what", "dtype", "device", "attention", "data",
+    "fingerprint", "tokens", "sequence_length", "state", "scheme", "calibrated_on", "versions",
+    "command",
+)  # fmt: skip
+_WHOLE = dict.fromkeys(("tokens", "sequence_length"), "Int64")
+
+_CALIBRATED = {"calibration": "static ranges", "remedies": "remedies"}
 
 _LIBRARIES = ("quantdiff", "torch", "transformers", "numpy")
 

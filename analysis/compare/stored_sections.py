@@ -25,6 +25,8 @@ _CALIBRATIONS = (
     "and median over layers. Moved: its relative change over the last part of the data"
 )
 
+_OF_SWEEPS = ("device", "attention", "calibrated_on")  # columns that other runs alone leave empty
+
 
 def checkpoint_section(some: Sequence[Group[CheckpointRun]], names: Names, keys: Keys) -> Section:
     """Exported checkpoints, a table for each text that the loss was measured on."""
@@ -75,9 +77,10 @@ def provenance_section(runs: Sequence[Run], names: Names, keys: Keys) -> Section
     """Every run with its data, schemes, versions and command, and what was counted."""
     frame = provenance(runs, names)
     data = frame[
-        ["model", "kind", "what", "dtype", "data", "fingerprint", "tokens", "sequence_length",
-         "state", "scheme"]
+        ["model", "kind", "what", "dtype", "device", "attention", "data", "fingerprint", "tokens",
+         "sequence_length", "state", "scheme", "calibrated_on"]
     ]  # fmt: skip
+    data = data.drop(columns=[name for name in _OF_SWEEPS if data[name].isna().all()])
     made: pd.DataFrame = frame[["model", "name", "kind", "folder", "versions", "command"]]
     made = made.drop_duplicates(ignore_index=True)
     parts = (

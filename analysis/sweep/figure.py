@@ -1,7 +1,8 @@
 """The figures of a sweep: metrics against bits, a line a model, and ranges by granularity."""
 
 import math
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,15 +22,17 @@ from quantdiff.analysis.style import (
 )
 from quantdiff.analysis.sweep.lines import (
     NO_WAY,
+    WAYS,
     Line,
     lines,
     measures,
     model_labels,
+    same_in,
     way_label,
 )
 from quantdiff.analysis.sweep.loaded import SweepResults
-from quantdiff.analysis.sweep.panels import Panel, first_way, panels, sweep_figure_data
-from quantdiff.analysis.text import literal, shorten, slug
+from quantdiff.analysis.sweep.panels import Panel, panels, sweep_figure_data
+from quantdiff.analysis.text import literal, shorten, shorten_apart, slug
 from quantdiff.files import write_bytes
 from quantdiff.quantization.scheme import SITES
 
@@ -39,6 +42,7 @@ Axes: TypeAlias = Any  # of matplotlib, which has no types here
 
 _ROW = 1.75  # inches of a row of panels
 _AROUND = 0.45  # inches of the title
+_UNDER = 0.15  # inches of a line beneath a panel's title
 _LETTERS = 14  # to an inch
 _APART = 0.06  # of the step between two widths, so that error bars do not lie on each other
 _SPREAD = 0.36  # of that step at most for all lines together
@@ -48,7 +52,8 @@ _DECADES = 2.5  # on an axis, up to which 2 and 5 are labelled beside 1
 _MARKERS = "osD^vP*X"
 _NAME = 40  # characters of a name in a legend
 _BARS = "bars are ± 1 standard error"
-_PUBLISHED = {model: f"{model}, published" for model in FIGURE_8}
+_PUBLISHED = {model: f"{model}, HellaSwag, published" for model in FIGURE_8}
+_FEW = 2  # models that are named where a panel lacks them
 
 
 def plot_sweep(
@@ -68,8 +73,9 @@ def plot_sweep(
     Args:
         results: of a sweep.
         kind: "bits": a panel a metric, a line a model, all quantized in one way (the layout of
-            the paper's Figure 8). For one model, with the main metric of each evaluation: "ranges":
-            one site, a panel a granularity, a line a range; "sites": a line a site.
+            the paper's Figure 8); a panel says which models were not. For one model, with the main
+            metric of each evaluation: "ranges": one site, a panel a granularity, a line a range;
+            "sites": a line a site.
         evaluation, metric: draw these alone.
         model: the one; the first by default.
         way: what to draw of `site`, `range`, `granularity` and `symmetric`. Where one way or one
@@ -92,14 +98,22 @@ def plot_sweep(
         panel = rows[0][0]
         looks = _looks(results, kind, [name for name, _ in panel.curves], called)
         with style():
-            _draw(ax, panel, looks, _scale(ax, [panel]), published=published)
+            lacking = _left_out(panel, called)
+            _draw(ax, panel, looks, _scale(ax, [panel]), lacking, published=published)
             for text in ax.legend().get_texts():
                 text.set_parse_math(False)
         return ax
     with style():
         columns = max(map(len, rows))
-        page = Page(DOUBLE if columns > 1 else SINGLE, _AROUND + _ROW * len(rows))
-        set_title(page, *_title(kind, rows, called))
+        same = same_in(panel.way for row in rows for panel in row)
+        under = {
+            id(panel): [*_own_way(kind, panel, rows, same), *_left_out(panel, called)]
+            for row in rows
+            for panel in row
+        }
+        room = _UNDER * max(map(len, under.values()))
+        page = Page(DOUBLE if columns > 1 else SINGLE, _AROUND + (_ROW + room) * len(rows))
+        set_title(page, *_title(kind, rows, called, same))
         grid = page.subplots(len(rows), columns, squeeze=False)
         drawn_names = dict.fromkeys(name for row in rows for p in row for name, _ in p.curves)
         looks = _looks(results, kind, list(drawn_names), called)
@@ -111,10 +125,10 @@ def plot_sweep(
         for place, panel in drawn:
             shared = [p for _, p in drawn if kind == "ranges" and p.measure == panel.measure]
             logarithmic = _scale(place, shared or [panel])
-            _draw(place, panel, looks, logarithmic, published=published)
+            _draw(place, panel, looks, logarithmic, under[id(panel)], published=published)
         if kind == "ranges":
             _share(drawn)
-        _legend(page, grid)
+        _legend(page, drawn, looks)
         return page
 
 
@@ -169,16 +183,52 @@ def has_accuracy(results: SweepResults) -> bool:
 
 
 def _title(
-    kind: str, rows: Sequence[Sequence[Panel]], called: Mapping[str, str]
+    kind: str, rows: Sequence[Sequence[Panel]], called: Mapping[str, str], same: Collection[str]
 ) -> tuple[str, str]:
-    drawn = [line for row in rows for panel in row for _, line in panel.curves]
-    models = list(dict.fromkeys(line.model for line in drawn))
+    """The one model or how many there are, and what all panels have in common.
+
+    Args:
+        same: what of `WAYS` is the same in the ways of the panels.
+    """
+    drawn = [panel for row in rows for panel in row]
+    of_all = [line for panel in drawn for _, line in panel.curves]
+    models = list(dict.fromkeys(line.model for line in of_all))
     name = literal(called[models[0]]) if len(models) == 1 else f"{len(models)} models"
-    way = first_way(drawn)
-    if kind != "bits":
-        what = f"{way[0]}, range by granularity" if kind == "ranges" else "site by site"
-        return name, f"{what.replace('_', ' ')}\n{_BARS}"
-    return name, f"{'not quantized' if way == NO_WAY else way_label(way)}\n{_BARS}"
+    way = next((panel.way for panel in drawn if panel.way != NO_WAY), NO_WAY)
+    if kind == "sites":
+        same = set(same_in(line.way for line in of_all)) - {"site"}
+    elif kind == "ranges":
+        same = {"site"} & set(same)
+    told = "not quantized" if way == NO_WAY else way_label(way, set(WAYS) - set(same))
+    what = {"bits": "", "sites": "site by site", "ranges": "range by granularity"}[kind]
+    words = (what, told) if kind == "sites" else (told, what)
+    return name, "\n".join(filter(None, (", ".join(filter(None, words)), _BARS)))
+
+
+def _own_way(
+    kind: str, panel: Panel, rows: Sequence[Sequence[Panel]], same: Collection[str]
+) -> list[str]:
+    """What the figure's title does not say of a panel's way.
+
+    Args:
+        same: what of `WAYS` is the same in the ways of the panels.
+    """
+    if kind == "sites":
+        return []
+    if panel.way == NO_WAY:
+        alone = all(other.way == NO_WAY for row in rows for other in row)
+        return [] if alone else ["not quantized"]
+    said = set(same) if kind == "bits" else set(same) | (set(WAYS) - {"site"})
+    return [told for told in [way_label(panel.way, said)] if told]
+
+
+def _left_out(panel: Panel, called: Mapping[str, str]) -> list[str]:
+    """Which models are not in a panel, for they were not quantized in its way."""
+    names = [literal(called[model]) for model in panel.left_out]
+    if not names:
+        return []
+    who = " and ".join(names) if len(names) <= _FEW else f"{len(names)} models"
+    return [f"without {who}, not quantized so"]
 
 
 def _looks(
@@ -189,12 +239,13 @@ def _looks(
     kinds = {name: name if kind == "bits" else name.removesuffix(_DASHED) for name in names}
     colors = model_colors(results.models if kind == "bits" else kinds.values())
     places = list(dict.fromkeys(kinds.values()))
+    short = shorten_apart((literal(labels[name]) for name in names), _NAME)
     return {
         name: {
             "color": colors[alike],
             "marker": _MARKERS[places.index(alike) % len(_MARKERS)],
             "linestyle": "-" if name == alike else "--",
-            "label": shorten(literal(labels[name]), _NAME),
+            "label": short[literal(labels[name])],
         }
         for name, alike in kinds.items()
     }
@@ -205,11 +256,13 @@ def _draw(
     panel: Panel,
     looks: Mapping[str, dict[str, Any]],
     logarithmic: bool,
+    under: Sequence[str],
     *,
     published: bool,
 ) -> None:
+    """Draw a panel; `under` stands beneath its title."""
     # The paper quantized the logits alone.
-    comparable = first_way([line for _, line in panel.curves]).site in (None, "attention_logits")
+    comparable = panel.way.site in (None, "attention_logits")
     paper = FIGURE_8 if published and panel.measure.is_accuracy and comparable else {}
     widths = {bits for _, line in panel.curves for bits in line.points}
     widths |= {bits for values in paper.values() for bits in values}
@@ -231,7 +284,9 @@ def _draw(
     ax.set_xlabel("bits")
     ax.set_ylabel(panel.label, parse_math=False)
     room = int(ax.bbox.width / ax.figure.dpi * _LETTERS)
-    ax.set_title(shorten(literal(panel.title), room), parse_math=False)
+    told = [line for sentence in under for line in textwrap.wrap(sentence, room)]
+    title = [shorten(literal(panel.title), room), *told]
+    ax.set_title("\n".join(title), parse_math=False)
 
 
 def _points(line: Line, places: Mapping[int, int]) -> tuple[Any, Any, Any]:
@@ -275,11 +330,18 @@ def _share(drawn: Sequence[tuple[Axes, Panel]]) -> None:
                 ax.set_ylabel("")
 
 
-def _legend(page: Page, grid: Any) -> None:
+def _legend(
+    page: Page, drawn: Sequence[tuple[Axes, Panel]], looks: Mapping[str, dict[str, Any]]
+) -> None:
     """One legend for all panels, in a strip of its own that is added to the page."""
     found: dict[str, Any] = {}
-    for ax in grid.flat:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    if len(found) > 1:
-        legend_below(page, sorted(found.items(), key=lambda entry: entry[0] in _PUBLISHED.values()))
+    paper: dict[str, Any] = {}
+    for ax, panel in drawn:
+        # By name, for two names may be written alike.
+        for (name, _), bars in zip(panel.curves, ax.containers, strict=True):
+            found.setdefault(name, bars)
+        paper |= {line.get_label(): line for line in ax.lines}
+    entries = [(looks[name]["label"], bars) for name, bars in found.items()]
+    entries += [(label, paper[label]) for label in _PUBLISHED.values() if label in paper]
+    if len(entries) > 1:
+        legend_below(page, entries)

@@ -1,6 +1,6 @@
 """The results of a sweep as lines over bits: what its tables print and its figures draw."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ __all__ = [
     "measures",
     "model_labels",
     "of_some",
+    "same_in",
     "way_label",
 ]
 
@@ -152,6 +153,12 @@ def of_some(row: Row) -> bool:
     """Whether a cell is of some layers or heads."""
     schemes = row["options"].get("schemes", [row["options"]])
     return any("layers" in one or "heads" in one for one in schemes)
+
+
+def same_in(ways: Iterable[Way]) -> list[str]:
+    """Which of `WAYS` are the same in several ways; models as they are have none to differ in."""
+    known = {way for way in ways if way != NO_WAY}
+    return [name for place, name in enumerate(WAYS) if len({way[place] for way in known}) == 1]
 
 
 def way_label(way: Way, leave_out: Collection[str] = ()) -> str:

@@ -24,6 +24,7 @@ from quantdiff.analysis.style import (
 from quantdiff.analysis.sweep.grid import distinct, short_name
 from quantdiff.analysis.sweep.lines import model_labels
 from quantdiff.analysis.sweep.loaded import SweepResults
+from quantdiff.analysis.sweep.ranking import scale_costs
 from quantdiff.analysis.sweep.sensitivities import (
     cost_of,
     schemes_of,
@@ -205,7 +206,7 @@ def plot_plan(plan: Plan, results: SweepResults) -> Any:
         ax = page.subplots()
         entries = []
         for kind, line in (("mixed", "-"), ("uniform", "")):
-            own = frame[(frame["kind"] == kind) & (frame["expected"] > 0)]
+            own = frame[frame["kind"] == kind]
             (handle,) = ax.plot(
                 own["average"], own["expected"], color=colors[kind], linestyle=line, marker="o"
             )
@@ -217,8 +218,7 @@ def plot_plan(plan: Plan, results: SweepResults) -> Any:
                     markersize=8,
                 )  # fmt: skip
                 entries.append((f"{kind}, measured", handle))
-        if (frame["expected"] > 0).any():
-            ax.set_yscale("log")
+        scale_costs(ax, [*frame["expected"], *frame["measured"].dropna()])
         ax.set_xlabel("bits of the average layer")
         ax.set_ylabel(literal(one.cost), parse_math=False)
         name = literal(model_labels([one.model])[one.model])

@@ -15,13 +15,14 @@ from quantdiff.analysis.sweep.lines import (
     Way,
     lines,
     measures,
+    same_in,
     way_label,
 )
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.text import literal, shorten
 from quantdiff.errors import UsageError
 
-__all__ = ["KINDS", "Panel", "first_way", "panels", "sweep_figure_data"]
+__all__ = ["KINDS", "Panel", "panels", "sweep_figure_data"]
 
 KINDS = ("bits", "ranges", "sites")
 
@@ -38,12 +39,19 @@ class Panel:
         label: of its vertical axis.
         measure: what is drawn.
         curves: the lines with their names in the legend.
+        left_out: models that have lines, but none in the way of the panel.
     """
 
     title: str
     label: str
     measure: Measure
     curves: tuple[tuple[str, Line], ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def way(self) -> Way:
+        """The first way of quantizing that is drawn; `NO_WAY` if there is none."""
+        return _first_way([line for _, line in self.curves])
 
 
 def panels(
@@ -89,7 +97,9 @@ def panels(
     if not mine:
         raise UsageError(f"there is nothing to draw: {model} was not quantized")
     if kind == "sites":
-        return _wrapped([_sites_panel(measure, of_one) for measure, of_one in mine.items()])
+        chosen = {measure: _sites(of_one) for measure, of_one in mine.items()}
+        same = same_in(line.way for of_one in chosen.values() for line in of_one)
+        return _wrapped([_sites_panel(measure, of_one, same) for measure, of_one in chosen.items()])
     rows = [_range_panels(measure, of_one) for measure, of_one in mine.items()]
     return [part for row in rows for part in _wrapped(row)]
 
@@ -114,16 +124,22 @@ def _chosen(of_one: list[Line], way: Mapping[str, Any]) -> list[Line]:
 
 
 def _bits_panel(measure: Measure, of_one: list[Line]) -> Panel:
-    first = first_way(of_one)
+    first = _first_way(of_one)
     curves = tuple((line.model, line) for line in of_one if line.way in (first, NO_WAY))
-    return Panel(measure.source, measure.metric, measure, curves)
+    drawn = {model for model, _ in curves}
+    left_out = dict.fromkeys(line.model for line in of_one if line.model not in drawn)
+    return Panel(measure.source, measure.metric, measure, curves, tuple(left_out))
 
 
-def _sites_panel(measure: Measure, of_one: list[Line]) -> Panel:
+def _sites(of_one: list[Line]) -> list[Line]:
+    """The first line of each site."""
     first = {(line.way.site, line.way.schemes, line.way.remedy): line for line in reversed(of_one)}
-    chosen = [line for line in of_one if line in first.values()]
-    same = [name for place, name in enumerate(WAYS) if len({c.way[place] for c in chosen}) == 1]
-    curves = tuple((way_label(line.way, {*same} - {"site"}), line) for line in chosen)
+    return [line for line in of_one if line in first.values()]
+
+
+def _sites_panel(measure: Measure, of_one: list[Line], same: list[str]) -> Panel:
+    """Lines that are named by their site, and by what differs in any panel."""
+    curves = tuple((way_label(line.way, {*same} - {"site"}), line) for line in of_one)
     return Panel(measure.source, measure.metric, measure, curves)
 
 
@@ -140,8 +156,7 @@ def _range_panels(measure: Measure, of_one: list[Line]) -> list[Panel]:
     return [Panel(title, label, measure, tuple(of_panel)) for title, of_panel in curves.items()]
 
 
-def first_way(of_one: list[Line]) -> Way:
-    """The first way of quantizing among some lines; `NO_WAY` if there is none."""
+def _first_way(of_one: list[Line]) -> Way:
     return next((line.way for line in of_one if line.way != NO_WAY), NO_WAY)
 
 

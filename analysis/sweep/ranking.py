@@ -1,11 +1,11 @@
 """Layers and heads ranked by what it costs to quantize them: tables, and figures."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, SymLogNorm
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -28,7 +28,13 @@ from quantdiff.analysis.sweep.sensitivities import sensitivity_name
 from quantdiff.analysis.text import four_digits, literal
 from quantdiff.files import write_bytes
 
-__all__ = ["plot_sensitivity", "ranking_table", "ranking_told", "save_sensitivity_figures"]
+__all__ = [
+    "plot_sensitivity",
+    "ranking_table",
+    "ranking_told",
+    "save_sensitivity_figures",
+    "scale_costs",
+]
 
 _ROWS = 32  # of a table for a terminal
 _PANEL = 2.2  # inches of a panel's height
@@ -90,9 +96,14 @@ def plot_sensitivity(one: Sensitivity) -> Any:
         for ax, bits in zip(panels, one.bits, strict=True):
             data = frame[frame["bits"] == bits].rename(columns={"cost": "absmax"})
             mesh = draw_heads(ax, data.assign(branch=None))
-            positive = data["absmax"][data["absmax"] > 0]
-            if len(positive):  # heads are decades apart
-                mesh.set_norm(LogNorm(positive.min(), positive.max()))
+            least, most = data["absmax"].min(), data["absmax"].max()
+            linear = _linear(data["absmax"])
+            if linear == 0:  # heads are decades apart
+                mesh.set_norm(LogNorm(least, most))
+            elif linear is not None:
+                mesh.set_norm(SymLogNorm(linear, vmin=least, vmax=most, base=10))
+            else:
+                mesh.set_clim(least, most)
             bar = page.colorbar(mesh, ax=ax, pad=0.015, fraction=0.05)
             bar.outline.set_visible(False)
             bar.set_label(literal(one.cost), parse_math=False)
@@ -119,18 +130,41 @@ def save_sensitivity_figures(every: Sequence[Sensitivity], folder: str | Path) -
     return written
 
 
+def scale_costs(ax: Any, costs: Iterable[float]) -> None:
+    """Make the vertical axis of some costs logarithmic, about 0 linear where some are not above."""
+    linear = _linear(costs)
+    if linear == 0:
+        ax.set_yscale("log")
+    elif linear is not None:
+        ax.set_yscale("symlog", linthresh=linear)
+
+
+def _linear(costs: Iterable[float]) -> float | None:
+    """Magnitude up to which a scale for some costs is linear, and logarithmic beyond.
+
+    Returns:
+        0 where all are above 0; else about the least that is, or as far as costs fall below 0, for
+        less than that is noise; None where none reaches further.
+    """
+    every = list(costs)
+    positive = [cost for cost in every if cost > 0]
+    if not positive or len(positive) == len(every):
+        return 0.0 if positive else None
+    # A power of ten, for the axis has ticks from there on.
+    linear = float(10 ** math.ceil(math.log10(max(-min(every), min(positive)))))
+    return linear if linear < max(positive) else None
+
+
 def _draw_layers(ax: Any, one: Sensitivity) -> list[tuple[str, Any]]:
     """A line a width, with its name."""
     lines = []
     colors = model_colors([str(bits) for bits in one.bits])
     layers = list(one.costs)
     for bits in one.bits:
-        costs = np.array([one.costs[layer][bits] for layer in layers])
-        positive = np.where(costs > 0, costs, np.nan)
-        (line,) = ax.plot(layers, positive, marker="o", color=colors[str(bits)])
+        costs = [one.costs[layer][bits] for layer in layers]
+        (line,) = ax.plot(layers, costs, marker="o", color=colors[str(bits)])
         lines.append((f"{bits} bits", line))
-    if any(cost > 0 for by in one.costs.values() for cost in by.values()):
-        ax.set_yscale("log")
+    scale_costs(ax, [cost for by in one.costs.values() for cost in by.values()])
     ax.set_xlabel("layer that is quantized")
     ax.set_ylabel(literal(one.cost), parse_math=False)
     ax.xaxis.get_major_locator().set_params(integer=True)

@@ -14,6 +14,7 @@ from quantdiff.analysis.sweep.ranges import FOLDER
 from quantdiff.analysis.sweep.results import ITEMS, RESULTS
 from quantdiff.errors import UsageError
 from quantdiff.files import write_json
+from quantdiff.quantization.definitions import DEFINITIONS
 from quantdiff.statistics.storage import read_content
 from quantdiff.versions import versions
 
@@ -75,8 +76,8 @@ def extended(
         command: the command line that asks for them, if one does.
 
     Returns:
-        `models`, and `cells`, all ids in order; `asked`, those of the last request; `versions`,
-        and `commands`.
+        `models`, and `cells`, all ids in order; `asked`, those of the last request;
+        `definitions`, `versions`, and `commands`.
 
     Raises:
         UsageError: the folder holds results that do not go together with these.
@@ -104,6 +105,7 @@ def extended(
         "models": together,
         "cells": list(dict.fromkeys([*old["cells"], *cells])),
         "asked": list(cells),
+        "definitions": DEFINITIONS,
         "versions": versions(),
         "commands": commands,
     }

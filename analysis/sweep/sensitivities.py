@@ -1,5 +1,6 @@
 """What a sweep layer by layer, or head by head, says of each: from results to costs."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,11 @@ _ANY = 8  # bits that stand for all
 
 
 def sensitivities(
-    results: SweepResults, *, evaluation: str | None = None, metric: str | None = None
+    results: SweepResults,
+    *,
+    evaluation: str | None = None,
+    metric: str | None = None,
+    cells: Collection[str] | None = None,
 ) -> list[Sensitivity]:
     """All that were measured whole, by model and by the schemes that are used together.
 
@@ -28,6 +33,7 @@ def sensitivities(
     Args:
         results: of a sweep.
         evaluation, metric: as in `Sensitivity.of`.
+        cells: ids of those that count, such as of one request; None for all.
 
     Returns:
         One for each model, kind of place and template, in the order of the grid; those with a cell
@@ -37,7 +43,11 @@ def sensitivities(
         UsageError: there is no such metric.
     """
     rows = [
-        row for row in _whole(results) if _place(row) is not None and "remedy" not in row["options"]
+        row
+        for row in _whole(results)
+        if _place(row) is not None
+        and "remedy" not in row["options"]
+        and (cells is None or row["cell"] in cells)
     ]
     chosen = {
         model: _cost_measure(results, [r for r in rows if r["model"] == model], evaluation, metric)

@@ -1,6 +1,6 @@
 """A sweep as tables for a terminal, and for a notebook."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import pandas as pd
 from rich import box
@@ -21,11 +21,12 @@ from quantdiff.analysis.sweep.lines import (
     measures,
     model_labels,
     of_some,
+    same_in,
     way_label,
 )
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.results import Row
-from quantdiff.analysis.text import UNKNOWN, four_digits, literal, shorten, two_digits
+from quantdiff.analysis.text import UNKNOWN, four_digits, literal, shorten_apart, two_digits
 
 __all__ = ["failures_table", "figure_8_table", "pivot", "sweep_report"]
 
@@ -41,8 +42,10 @@ def sweep_report(results: SweepResults) -> list[RenderableType]:
     found = measures(results)
     if any(of_some(row) for row in results.rows):
         found = [m for m in found if any(line.way != NO_WAY for line in lines(results, m))]
-    parts: list[RenderableType] = [_heading(results)]
-    parts += [_MetricTable(results, measure) for measure in found]
+    ways = {line.way for measure in measures(results) for line in lines(results, measure)}
+    told = same_in(ways)
+    parts: list[RenderableType] = [_heading(results, ways, told)]
+    parts += [_MetricTable(results, measure, told) for measure in found]
     if any(measure.is_accuracy for measure in found):
         parts.append(figure_8_table())
     if results.failed:
@@ -94,15 +97,13 @@ def figure_8_table() -> Table:
     return table
 
 
-def _heading(results: SweepResults) -> Text:
+def _heading(results: SweepResults, ways: Collection[Way], same: Collection[str]) -> Text:
     done = len({row["cell"] for row in results.rows if row["status"] == "ok"})
     total = len(results.record["cells"])
     text = Text(", ".join(map(literal, results.models)), style="bold")
     text.append(f"\n{done:,} of {total:,} cells", style="not bold")
     if results.failed:
         text.append(f", {len(results.failed):,} failed", style="not bold red")
-    ways = {line.way for measure in measures(results) for line in lines(results, measure)}
-    same = _same(ways)
     if same:
         way = next(way for way in ways if way != NO_WAY)
         told = way_label(way, [name for name in WAYS if name not in same])
@@ -110,22 +111,19 @@ def _heading(results: SweepResults) -> Text:
     return text
 
 
-def _same(ways: Iterable[Way]) -> list[str]:
-    """What is the same in several ways: it stands in the heading and not in each line."""
-    known = {way for way in ways if way != NO_WAY}
-    return [name for place, name in enumerate(WAYS) if len({way[place] for way in known}) == 1]
-
-
 class _MetricTable:
     """A row a line of a metric, in as many lines as the terminal's width asks for.
 
-    Where models and ways are several, the ways of each model stand under its name.
+    Where models and ways are several, the ways of each model stand under its name. What all its
+    ways have in common stands in its title, but for `told`, which the heading says of all tables.
     """
 
-    def __init__(self, results: SweepResults, measure: Measure) -> None:
+    def __init__(self, results: SweepResults, measure: Measure, told: Collection[str]) -> None:
         self._lines = lines(results, measure)
-        self._title = _title(results, measure, self._lines)
-        self._names = model_labels(results.models)
+        self._title = _title(results, measure, self._lines, told)
+        names = {model: literal(name) for model, name in model_labels(results.models).items()}
+        short = shorten_apart(names.values(), _NAME)
+        self._names = {model: short[name] for model, name in names.items()}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update_width(10_000)
@@ -136,7 +134,7 @@ class _MetricTable:
         yield table
 
     def _table(self, before_error: str, between_words: str) -> Table:
-        of_one, same = self._lines, _same(line.way for line in self._lines)
+        of_one, same = self._lines, same_in(line.way for line in self._lines)
         widths = _widths(of_one)
         models = list(dict.fromkeys(line.model for line in of_one))
         alike = len({line.way for line in of_one} - {NO_WAY}) < 2
@@ -146,7 +144,7 @@ class _MetricTable:
         for bits in widths:
             table.add_column(f"{bits} bits", justify="right", no_wrap=True)
         for model in models:
-            name = shorten(literal(self._names[model]), _NAME)
+            name = self._names[model]
             if not alike and len(models) > 1:
                 table.add_row(Text(name, style="bold"))
             for line in (line for line in of_one if line.model == model):
@@ -157,9 +155,18 @@ class _MetricTable:
         return table
 
 
-def _title(results: SweepResults, measure: Measure, of_one: list[Line]) -> str:
-    """The metric, its text, and over how many things it was taken."""
+def _title(
+    results: SweepResults, measure: Measure, of_one: list[Line], told: Collection[str]
+) -> str:
+    """The metric, what the heading does not say of its ways, its text, and over how many things.
+
+    Args:
+        told: what of `WAYS` the heading says.
+    """
     parts = [measure.label]
+    ways = [line.way for line in of_one if line.way != NO_WAY]
+    own = set(same_in(ways)) - set(told)
+    parts += [way_label(way, set(WAYS) - own) for way in ways[:1] if own]
     if ":" not in measure.evaluation:
         abouts = [about["evaluations"] for about in results.record["models"].values()]
         known = [of_one[measure.evaluation] for of_one in abouts if measure.evaluation in of_one]
@@ -167,7 +174,7 @@ def _title(results: SweepResults, measure: Measure, of_one: list[Line]) -> str:
     counts = {row["count"] for line in of_one for row in line.points.values() if row["count"]}
     if len(counts) == 1:
         parts.append(f"n = {counts.pop():,}")
-    return literal(" · ".join(parts))
+    return literal(" · ".join(filter(None, parts)))
 
 
 def _widths(of_one: list[Line]) -> list[int]:

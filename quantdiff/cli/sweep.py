@@ -10,6 +10,7 @@ from quantdiff.cli import common
 from quantdiff.cli.sweep_shown import cell_progress, note, show_sweep
 
 if TYPE_CHECKING:
+    from quantdiff.analysis.sensitivity import Sensitivity
     from quantdiff.analysis.sweep import SweepResults
     from quantdiff.analysis.sweep.mixed import Plan
     from quantdiff.quantization import Scheme
@@ -38,9 +39,18 @@ Examples:
   torchrun --nproc-per-node 8 -m quantdiff sweep my/model --eval perplexity --out runs/many
 """
 
+# Parameter -> option, of those that go with --bits alone.
+_OF_GRID = {
+    "sites": "--site",
+    "ranges": "--range",
+    "granularities": "--granularity",
+    "asymmetric": "--asymmetric",
+}
+
 
 @common.app.command(epilog=EPILOG)
 def sweep(
+    context: typer.Context,
     models: Annotated[
         list[str],
         typer.Argument(
@@ -187,12 +197,15 @@ def sweep(
     from quantdiff.analysis.sweep.mixed import check_budget, plan_bits
     from quantdiff.analysis.sweep.sensitivities import sensitivities
     from quantdiff.errors import UsageError
+    from quantdiff.export.card import scheme_in_words
     from quantdiff.quantization import schemes
 
     named = [schemes(name) for name in common.listed(together)]
-    widths = common.listed(bits or ["16" if named else "16,8,6,4"])
+    widths = _whole_numbers(common.listed(bits or ["16" if named else "16,8,6,4"]))
+    if named and all(width == 16 for width in widths):
+        _refuse_of_grid(context)
     grid = make_grid(
-        bits=_whole_numbers(widths), ranges=common.listed(ranges),
+        bits=widths, ranges=common.listed(ranges),
         granularities=common.listed(granularities) or [""], sites=common.listed(sites),
         symmetric=(True, False) if asymmetric else (True,),
     )  # fmt: skip
@@ -208,7 +221,8 @@ def sweep(
         for sentence in grid.notes:
             note(sentence)
         for name, together_ in zip(common.listed(together), named, strict=True):
-            note(f"{name}: {'; '.join(map(_in_words, together_)) or 'not quantized'}")
+            note(f"{name}: {'; '.join(map(scheme_in_words, together_)) or 'not quantized'}")
+    ranked: list[Sensitivity] | None = None
     plans: list[Plan] = []
     asked: set[str] = set()
     stopped = False
@@ -234,18 +248,19 @@ def sweep(
                 models, wanted, tables=tables, remedies=common.listed(remedies), each=each,
                 overwrite=overwrite,
             )  # fmt: skip
-            if each is not None and not results.failed and not sensitivities(results):
+            # Now, for a plan is another request, beside which those that were stopped count.
+            ranked = sensitivities(results)
+            own = sensitivities(results, cells=asked)
+            if each is not None and not results.failed and not own:
                 raise UsageError(
                     f"nothing that {', '.join(evaluations)} measures tells which {each} costs the "
                     "most: add --eval divergence or --eval perplexity"
                 )
             if budget is not None:
-                plans = [
-                    plan_bits(one, budget) for one in sensitivities(results) if not one.of_heads
-                ]
+                plans = [plan_bits(one, budget) for one in own if not one.of_heads]
             for plan in plans:
-                own = _tables_of(plan, results, tables)
-                results = compute([plan.sensitivity.model], plan.wanted, tables=own)
+                table = _tables_of(plan, results, tables)
+                results = compute([plan.sensitivity.model], plan.wanted, tables=table)
         except Stopped:
             stopped = True
     if not first:
@@ -254,7 +269,9 @@ def sweep(
         if not (out / "sweep.json").exists():  # stopped before the first cell
             raise typer.Exit(130)
         results = SweepResults.load(out)
-    show_sweep(results, plans, published=published, as_json=as_json)
+    if ranked is None:
+        ranked = sensitivities(results)
+    show_sweep(results, ranked, plans, published=published, as_json=as_json)
     if stopped:
         raise typer.Exit(130)
     if any(row["cell"] in asked for row in results.failed):
@@ -283,6 +300,23 @@ def _tables_of(plan: "Plan", results: "SweepResults", tables: Sequence[Path]) ->
     return [path for path in tables if table_fingerprint(CalibrationTable.load(path)) == known]
 
 
+def _refuse_of_grid(context: typer.Context) -> None:
+    """Refuse options that no scheme of a short name takes.
+
+    Raises:
+        UsageError: names the first.
+    """
+    from quantdiff.errors import UsageError
+
+    for name, option in _OF_GRID.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(
+                f"{option} is for the widths of --bits, and what --scheme names has its own: add "
+                f"--bits below 16, or leave {option} out"
+            )
+
+
 def _whole_numbers(entries: list[str]) -> list[int]:
     from quantdiff.errors import UsageError
 
@@ -290,9 +324,3 @@ def _whole_numbers(entries: list[str]) -> list[int]:
         if not entry.isdecimal():
             raise UsageError(f"--bits takes whole numbers, such as 16,8,6,4, and not {entry!r}")
     return [int(entry) for entry in entries]
-
-
-def _in_words(scheme: "Scheme") -> str:
-    """What stands behind a part of a short name."""
-    grid = "symmetric" if scheme.symmetric else "asymmetric"
-    return f"{scheme.site} {scheme.bits} bits, {scheme.range}, {scheme.granularity}, {grid}"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quantdiff.analysis.sensitivity import Sensitivity
     from quantdiff.analysis.sweep import Progress, SweepResults
     from quantdiff.analysis.sweep.mixed import Plan
 
@@ -19,7 +20,12 @@ def note(sentence: str) -> None:
 
 
 def show_sweep(
-    results: "SweepResults", plans: "Sequence[Plan]", *, published: bool, as_json: bool
+    results: "SweepResults",
+    ranked: "Sequence[Sensitivity]",
+    plans: "Sequence[Plan]",
+    *,
+    published: bool,
+    as_json: bool,
 ) -> None:
     """Write the figures, and print the tables or JSON."""
     from rich.console import Console
@@ -32,13 +38,11 @@ def show_sweep(
         ranking_told,
         save_sensitivity_figures,
     )
-    from quantdiff.analysis.sweep.sensitivities import sensitivities
 
     if published and not has_accuracy(results):
         note("no accuracy was measured that the published Figure 8 could be drawn beside")
     figures = results.folder / "figures"
     save_sweep_figures(results, figures, published=published)
-    ranked = sensitivities(results)
     save_sensitivity_figures(ranked, figures)
     save_plan_figures(plans, results, figures)
     if as_json:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from quantdiff.analysis.sweep import SweepResults
+from tests.analysis.evaluation.conftest import write_task
 from tests.analysis.sweep import counted
 from tests.cli.conftest import refused
 from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
@@ -89,6 +90,18 @@ def test_json_is_the_file(small, tmp_path):
     assert told["results"] == [json.loads(line) for line in lines]
     assert (told["cells"], told["missing"]) == (2, 0)
     assert "cells," not in err
+
+
+def test_a_task_of_lm_eval(small, questions, tmp_path):
+    task = write_task(tmp_path, questions)
+    code, shown, err = small("--bits", "16,4", "--eval", f"lm-eval:{task}")
+    assert code == 0, err
+    assert "acc · lm-eval:own.yaml" in " ".join(shown.split())
+    rows = SweepResults.load(tmp_path / "out").rows
+    assert [(row["bits"], row["metric"]) for row in rows] == [
+        (bits, metric) for bits in (16, 4) for metric in ("acc", "acc_norm")
+    ]
+    assert all(row["count"] == 4 and 0 <= row["value"] <= 1 for row in rows)
 
 
 def test_published_lines(small, questions):
@@ -210,7 +223,9 @@ def test_help_shows_examples():
 def test_sites_together_by_short_names(small, tmp_path):
     code, shown, err = small("--scheme", "W8A8,W4A8", "--scheme", "W8A8+KV4+L6")
     assert code == 0
-    assert "note: W4A8: weights 4 bits, dynamic, channel, symmetric; linear_inputs 8 bits" in err
+    assert (
+        "note: W4A8: weights at 4 bits, dynamic range a channel, symmetric; linear inputs at 8 bits"
+    ) in err
     results = SweepResults.load(tmp_path / "out")
     found = {row["scheme"]: row for row in results.rows if row["metric"] == "perplexity"}
     assert list(found) == ["fp", "W8A8", "W4A8", "W8A8+KV4+L6"]
@@ -228,6 +243,22 @@ def test_sites_together_by_short_names(small, tmp_path):
     code, _, err = small("--scheme", "A8W8", "--bits", "16,4", "--site", "keys")
     assert code == 0
     assert "2 of 3 cells are finished already" in err
+
+
+def test_short_names_are_told_with_their_newest_tokens(small):
+    code, _, err = small("--scheme", "KV4r8")
+    assert code == 0
+    assert "keys at 4 bits, dynamic range a token, asymmetric, but for the newest 8 tokens" in err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--range", "absmax"), ("--granularity", "head"), ("--site", "keys"), ("--asymmetric",)],
+)
+def test_options_of_a_grid_that_there_is_not(small, option, tmp_path):
+    refused(small("--scheme", "W8A8", *option), option[0], "--scheme", "--bits")
+    refused(small("--scheme", "W8A8", "--bits", "16", *option), option[0])
+    assert not (tmp_path / "out").exists()
 
 
 def test_short_names_that_are_none(small):
@@ -274,6 +305,30 @@ def test_layers_ranked_and_bits_shared_out(small, tmp_path):
     assert plan["uniform"] == 4
     assert plan["measured"] <= plan["uniform_measured"]
     assert told["missing"] == 0
+
+
+def test_bits_are_shared_out_by_the_layers_of_this_request(small, tmp_path):
+    layers = ("--per-layer", "--eval", "divergence")
+    assert small("--scheme", "W8A16", *layers)[0] == 0
+    # No bits of the weights keep this budget.
+    code, out, err = small("--bits", "16,4", "--budget", "5", *layers, "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert [plan["sites"] for plan in told["plans"]] == [["attention_logits"]]
+    assert len(told["rankings"]) == 2
+
+
+def test_a_ranking_stays_beside_a_request_that_was_stopped(small, tmp_path):
+    assert small("--scheme", "W8A16", "--eval", "perplexity")[0] == 0
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    record["cells"].append("stopped")
+    (tmp_path / "out" / "sweep.json").write_text(json.dumps(record))
+    arguments = ("--bits", "16,8,4", "--per-layer", "--budget", "6", "--eval", "divergence")
+    code, out, err = small(*arguments, "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["missing"] == 1
+    assert (len(told["rankings"]), len(told["plans"])) == (1, 1)
 
 
 def test_bits_of_static_ranges_are_shared_out_with_their_tables(run, small, models, tmp_path):

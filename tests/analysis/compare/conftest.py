@@ -138,19 +138,22 @@ def swept(tmp_path: Path, trio: list[quantdiff.Profile]) -> Path:
     return write_sweep(tmp_path / "swept", models, cells)
 
 
-def write_checkpoint(folder: Path, *, passed: bool | None = True, data: str = MARK) -> Path:
+def write_checkpoint(
+    folder: Path, *, name: str = "zoo/plain", passed: bool | None = True, data: str = MARK
+) -> Path:
     """An exported folder as far as a comparison reads it, with the sidecar's own writer."""
     folder.mkdir(parents=True)
     content = {
         "export": {"format": "bnb-nf4", "dtype": "bfloat16"},
-        "model": {"name": "zoo/plain", "parameters": 2000},
+        "model": {"name": name, "parameters": 2000},
         "definitions": {"grid": "symmetric"},
         "passage": {"ids": [1, 2]},
         "reference": {"device": "cpu", "quantdiff": "0.1.0"},
         "size": {"bytes": 1_250_000, "bits_per_weight": 4.5},
         "measured": {
             "data": "48 tokens of corpus in windows of 24", "fingerprint": data,
-            "source": {"perplexity": 20.5}, "perplexity": 21.25, "kl": 0.0125, "agreement": 0.875,
+            "tokens": 48, "sequence_length": 24, "source": {"perplexity": 20.5},
+            "perplexity": 21.25, "kl": 0.0125, "agreement": 0.875,
         },
         "packages": {"bitsandbytes": "0.50.2"},
         "command": "quantdiff export zoo/plain",

@@ -12,6 +12,7 @@ from matplotlib.text import Text
 import quantdiff
 from quantdiff.analysis.published import FIGURE_8, TABLE_5
 from quantdiff.analysis.report import Figure, Table, Warned, read_table, write_report
+from quantdiff.analysis.sweep.record import read_record, write_record
 from tests.analysis.compare.conftest import (
     evaluated,
     recorded,
@@ -114,6 +115,34 @@ class TestReport:
         assert frame["name"].tolist()[:2] == ["zoo/plain", "zoo/plain"]
         assert "attention logits, dynamic, tensor: 8, 4 bits" in frame["scheme"].iloc[1]
         assert "torch" in frame["versions"].iloc[0]
+
+    def test_provenance_says_what_ranges_and_remedies_saw(self, tmp_path):
+        def seen(mark):
+            data = {"source": "corpus:train", "tokens": 4096, "fingerprint": mark * 64}
+            return {"fingerprint": "x", "data": data}
+
+        told = {"evaluations": {"perplexity": evaluated("perplexity")}, "device": "cuda",
+                "attention": "eager", "calibration": seen("1"), "remedies": seen("2")}  # fmt: skip
+        folder = write_sweep(tmp_path / "s", {"m": told}, [("m", "perplexity", 16, windows(0))])
+        comparison = quantdiff.compare(folder)
+        (row,) = comparison.provenance().itertuples()
+        assert (row.device, row.attention) == ("cuda", "eager")
+        assert row.calibrated_on == (
+            f"static ranges on 4,096 tokens of corpus:train ({'1' * 12}); "
+            f"remedies on 4,096 tokens of corpus:train ({'2' * 12})"
+        )
+        columns = {"device", "attention", "calibrated_on"}
+        assert columns <= set(by_key(comparison)["runs"].frame)
+
+    def test_definitions_of_a_sweep_are_told(self, tmp_path):
+        told = {"evaluations": {"perplexity": evaluated("perplexity")}}
+        folder = write_sweep(tmp_path / "s", {"m": told}, [("m", "perplexity", 16, windows(0))])
+        assert by_key(quantdiff.compare(folder))["definitions"].frame["measure"].tolist() == [
+            "perplexity"
+        ]  # of an earlier version
+        write_record(folder, read_record(folder) | {"definitions": {"grid": "symmetric"}})
+        frame = by_key(quantdiff.compare(folder))["definitions"].frame
+        assert ["sweep: grid", "symmetric", "m"] in frame.to_numpy().tolist()
 
     def test_written_files_read_back(self, trio, tmp_path):
         comparison = quantdiff.compare(trio[0])
@@ -323,6 +352,41 @@ class TestHostileNames:
         assert all(tmp_path in path.parents for path in files)
         names = read_table(tmp_path / "tables" / "outliers.csv")["model"]
         assert names.unique().tolist() == HOSTILE
+
+    def test_of_sweeps_and_checkpoints_are_harmless_too(self, tmp_path):
+        told = {"evaluations": {"perplexity": evaluated("perplexity")}}
+        cells = [(name, "perplexity", bits, windows(bits)) for name in HOSTILE for bits in (16, 8)]
+        runs = [write_sweep(tmp_path / "s", dict.fromkeys(HOSTILE, told), cells)]
+        runs += [write_checkpoint(tmp_path / str(n), name=name) for n, name in enumerate(HOSTILE)]
+        comparison = quantdiff.compare(*runs)
+        assert comparison.names == HOSTILE
+        assert comparison.checkpoints()["model"].tolist() == HOSTILE
+        page, *files = write_report(comparison.tables(), tmp_path / "report")
+        text = page.read_text(encoding="utf-8")
+        assert "<script>alert" not in text
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+        assert all(tmp_path / "report" in path.parents for path in files)
+        for key in ("bits-perplexity-nll", "checkpoints"):
+            names = read_table(tmp_path / "report" / "tables" / f"{key}.csv")["model"]
+            assert names.tolist() == HOSTILE
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")
+            drawn = comparison.plot("bits")
+            drawn.draw_without_rendering()
+        assert [text.get_text() for text in drawn.legends[0].get_texts()] == HOSTILE
+
+    def test_long_and_alike_stay_apart_in_legends_and_over_panels(self, trio):
+        some = []
+        for number in (1, 2):
+            profile = trio[1].copy()
+            profile.model["name"] = f"{'x' * 40}-{number}-{'y' * 40}"
+            some.append(profile)
+        comparison = quantdiff.compare(*some)
+        legend = comparison.plot("layers").legends[0].get_texts()[:2]
+        titles = [ax.title for ax in comparison.plot("heads").axes[:2]]
+        for shown in (legend, titles):
+            assert len({text.get_text() for text in shown}) == 2
+            assert all(f"-{n}-" in t.get_text() for n, t in enumerate(shown, start=1))
 
     def test_are_no_mathematics_in_figures(self, hostile):
         # Of a machine without a Korean font, which draws boxes.

@@ -216,6 +216,20 @@ class TestSweepsTogether:
         assert "second" in warning
         assert metrics_of(windows(0))["nll"] in frame["value"].tolist()
 
+    def test_a_copy_of_the_weights_under_another_name_is_a_model_too(self, tmp_path):
+        told = {"fingerprint": "same", "evaluations": {"perplexity": evaluated("perplexity")}}
+        for number, name in enumerate("ab"):  # of the very same cells
+            cells = [(name, "perplexity", bits, windows(bits)) for bits in (16, 8)]
+            write_sweep(tmp_path / str(number) / "sweep", {name: told}, cells)
+        comparison = quantdiff.compare(tmp_path / "0", tmp_path / "1")
+        values = comparison.accuracy().query("metric == 'nll'").groupby("model")["value"]
+        assert values.apply(list).to_dict() == {
+            name: [metrics_of(windows(bits))["nll"] for bits in (16, 8)] for name in "ab"
+        }
+        between = comparison.differences().query("baseline == 'a'")
+        assert between["model"].tolist() == ["b", "b"]
+        assert between["difference"].tolist() == [0, 0]
+
     def test_widths_of_two_sweeps_are_one_line(self, tmp_path):
         told = {"evaluations": {"perplexity": evaluated("perplexity")}}
         for name, bits in (("one", 16), ("two", 6)):
@@ -358,6 +372,9 @@ class TestCheckpoints:
         assert any("weights are missing" in warning for warning in warnings)
         assert any("Losses" in w and "cannot be compared" in w for w in warnings)
         assert comparison.provenance()["command"].tolist() == ["quantdiff export zoo/plain"] * 3
+        row = comparison.provenance().iloc[0]
+        assert row["scheme"] == "attention logits at 6 bits, dynamic range a tensor, symmetric"
+        assert (row["tokens"], row["sequence_length"], row["device"]) == (48, 24, "cpu")
 
     def test_a_damaged_sidecar_is_left_out(self, tmp_path, trio):
         folder = write_checkpoint(tmp_path / "damaged")

@@ -26,6 +26,7 @@ from quantdiff.analysis.sweep.ranking import (
 )
 from quantdiff.analysis.sweep.sensitivities import sensitivities, sensitivity_name
 from quantdiff.quantization import schemes
+from tests.analysis.sweep import conftest as written
 from tests.tiny import tiny_diffllama, tiny_llama, tiny_tokenizer
 
 LAYERS = 3
@@ -158,6 +159,48 @@ def test_tables_and_figures(run, model, tmp_path):
     }
     assert save_sensitivity_figures([], tmp_path / "none") == []
     assert not (tmp_path / "none").exists()
+
+
+def test_a_layer_that_costs_nothing_or_less_is_drawn():
+    costs = {0: {4: 0.3, 3: 2.0}, 1: {4: -0.01, 3: 0.02}, 2: {4: 0.0, 3: 0.5}}
+    (ax,) = plot_sensitivity(Sensitivity(tuple(WEIGHTS[0]), costs, "m", "p", "nll")).axes
+    low, high = ax.get_ylim()
+    for line, bits in zip(ax.lines, (4, 3), strict=True):
+        assert list(line.get_ydata()) == [costs[n][bits] for n in range(LAYERS)]
+        places = ax.transData.transform([(0, y) for y in (low, *line.get_ydata(), high)])[:, 1]
+        assert np.isfinite(places).all()
+        assert places.min() == places[0]
+        assert places.max() == places[-1]
+    assert ax.get_yscale() == "symlog"
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [(-0.01, 0.0, 2e-4, 0.3), (-1.0, -2.0, -3.0, 0.0), (0.0,) * 4, (0.0, 0.0, 0.0, 0.5)],
+)
+def test_a_head_that_costs_nothing_or_less_is_no_missing_head(costs):
+    places = list(itertools.product(range(2), range(2)))
+    told = {place: {4: cost} for place, cost in zip(places, costs, strict=True)}
+    ax = plot_sensitivity(Sensitivity((Scheme("keys", 4),), told, "m", "p", "nll")).axes[0]
+    (mesh,) = ax.collections
+    mesh.update_scalarmappable()
+    colors = mesh.get_facecolors()
+    assert len(colors) == len(costs)
+    assert not any(np.allclose(color, mesh.cmap(np.ma.masked)) for color in colors)
+    assert (colors[:, 3] == 1).all()
+    drawn = dict(zip(mesh.get_array().ravel().tolist(), map(tuple, colors), strict=True))
+    assert len(set(drawn.values())) == len(set(costs))
+
+
+def test_a_plan_that_costs_nothing_or_less_is_drawn(tmp_path):
+    costs = {0: {8: -0.1, 4: 0.05, 3: 2.0}, 1: {8: 0.0, 4: 0.5, 3: 3.0}}
+    plan = plan_bits(Sensitivity(tuple(WEIGHTS[0]), costs, "m", "p", "nll"), 8)
+    nothing = written.write_sweep(tmp_path, [written.row("fp", "m")])
+    (ax, *_) = plot_plan(plan, SweepResults.load(nothing)).axes
+    drawn = [y for line in ax.lines for y in line.get_ydata()]
+    assert min(drawn) == pytest.approx(-0.1)
+    assert ax.get_yscale() == "symlog"
+    assert ax.get_ylim()[0] < -0.1
 
 
 def test_mixed_bits_are_measured_beside_uniform_ones(run, model, tmp_path):

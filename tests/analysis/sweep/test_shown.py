@@ -8,6 +8,7 @@ from rich.console import Console
 
 from quantdiff import UsageError
 from quantdiff.analysis.published import FIGURE_8
+from quantdiff.analysis.style import SINGLE
 from quantdiff.analysis.sweep import (
     SweepResults,
     plot_sweep,
@@ -41,6 +42,17 @@ def made_up(models, ways, metrics=("perplexity",), evaluation="perplexity", widt
                             eval=evaluation, metric=metric, value=value, stderr=abs(value) / 20)
                     )  # fmt: skip
     return rows
+
+
+LONG = [f"{'x' * 40}-width-{number}-{'y' * 40}" for number in (1, 2, 3)]
+
+
+def two_ways(metric="kl"):
+    """Perplexity of one way, and a divergence, measured later, of another."""
+    return [
+        *made_up(["m"], WAYS[:1]),
+        *made_up(["m"], [("mse", "tensor", False)], [metric], "divergence"),
+    ]
 
 
 @pytest.fixture
@@ -85,6 +97,19 @@ class TestTable:
             sorted(word for word in text.split() if "─" not in word) for text in (wide, narrow)
         ]
         assert words[0] == words[1]
+
+    def test_what_differs_from_table_to_table_stands_in_their_titles(self, results):
+        text = rendered(results(two_ways()), width=120)
+        assert "attention logits, tensor" in text
+        assert "perplexity · dynamic · " in text
+        assert "kl · divergence · mse, asymmetric · " in text
+
+    def test_names_that_are_long_and_alike_stay_apart(self, results):
+        lines = rendered(results(made_up(LONG, WAYS[:1]))).splitlines()
+        (start,) = [n for n, line in enumerate(lines) if line.split()[:1] == ["model"]]
+        names = [line.split()[0] for line in lines[start + 2 : start + 5]]
+        assert len(set(names)) == len(LONG)
+        assert all(number in name for number, name in zip("123", names, strict=True))
 
     def test_failures_and_what_is_missing(self, results):
         rows = made_up(["m"], WAYS[:2])
@@ -191,6 +216,44 @@ class TestFigure:
         page = plot_sweep(swept, way={"range": "percentile:99.9", "symmetric": False})
         assert "percentile:99.9, tensor, asymmetric" in page.get_suptitle()
 
+    def test_a_title_says_what_all_panels_share(self, results):
+        swept = results(two_ways())
+        page = plot_sweep(swept)
+        assert page.get_suptitle().splitlines()[0] == "m · attention logits, tensor"
+        assert [ax.get_title() for ax in self.axes(page)] == [
+            "perplexity\ndynamic", "divergence\nmse, asymmetric",
+        ]  # fmt: skip
+        page = plot_sweep(swept, "sites")
+        assert page.get_suptitle().splitlines()[0] == "m · site by site, tensor"
+        assert self.labels(page) == [
+            "attention logits, dynamic", "attention logits, mse, asymmetric",
+        ]  # fmt: skip
+
+    def test_a_panel_of_a_model_as_it_is_says_so(self, results):
+        page = plot_sweep(results([*made_up(["m"], WAYS[:1]),
+                                   row("fp", "m", eval="divergence", metric="kl")]))  # fmt: skip
+        assert [ax.get_title() for ax in self.axes(page)] == [
+            "perplexity", "divergence\nnot quantized"
+        ]  # fmt: skip
+
+    def test_a_panel_names_the_models_that_it_lacks(self, results):
+        rows = [*made_up(["m"], WAYS[:1]), row("o", "zoo/other", ("mse", "tensor", True), 4)]
+        (ax,) = self.axes(plot_sweep(results(rows)))
+        assert len(ax.containers) == 1
+        assert " ".join(ax.get_title().split()) == "perplexity without other, not quantized so"
+
+    def test_models_of_names_that_are_long_and_alike_are_all_named(self, results):
+        page = plot_sweep(results(made_up(LONG, WAYS[:1])))
+        labels = self.labels(page)
+        assert len(set(labels)) == len(LONG)
+        assert all(number in label for number, label in zip("123", labels, strict=True))
+        page.draw_without_rendering()
+        width = page.legends[0].get_window_extent().width / page.dpi
+        assert width < page.get_size_inches()[0] == SINGLE
+
+    def test_models_of_names_that_print_alike_are_all_in_the_legend(self, results):
+        assert self.labels(plot_sweep(results(made_up(["a\n", "a\t"], WAYS[:1])))) == ["a�"] * 2
+
     def test_ranges_are_a_panel_a_granularity(self, results):
         swept = results(made_up(["plain", "diff"], WAYS, ["perplexity", "nll"]))
         page = plot_sweep(swept, "ranges", model="diff")
@@ -220,7 +283,9 @@ class TestFigure:
         swept = results(made_up(["m"], WAYS[:1], ["acc"], "choice:b.jsonl"))
         assert not self.labels(plot_sweep(swept))
         page = plot_sweep(swept, published=True)
-        assert self.labels(page) == ["m", "DIFF-3B, published", "Transformer-3B, published"]
+        assert self.labels(page) == [
+            "m", "DIFF-3B, HellaSwag, published", "Transformer-3B, HellaSwag, published",
+        ]  # fmt: skip
         dashed = [line for line in page.axes[0].lines if line.get_linestyle() == "--"]
         assert [list(line.get_ydata()) for line in dashed] == [
             list(values.values()) for values in FIGURE_8.values()

@@ -504,3 +504,14 @@ class TestResults:
         html = small([live], evaluations=("perplexity",))._repr_html_()
         assert "perplexity" in html
         assert html.count("<table") == 2
+
+
+def test_definitions_are_recorded_and_decide_no_cell(small, live, tmp_path):
+    first = small([live])
+    assert {"attention_logits", "grid", "range"} <= first.record["definitions"].keys()
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    del record["definitions"]
+    (tmp_path / "out" / "sweep.json").write_text(json.dumps(record))
+    again = small([live])
+    assert again.record == first.record
+    assert again.rows == first.rows
