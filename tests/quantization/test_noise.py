@@ -6,12 +6,11 @@ import torch
 
 from quantdiff import RecordingError, Scheme, UsageError, calibrate, fake_quantize
 from quantdiff.attention import layout
-from quantdiff.hooks import record
 from quantdiff.quantization import Grid
 from quantdiff.quantization.noise import NoiseRecorder, decibels
 from tests import reference
-from tests.hooks.test_differential import OWN, Small
 from tests.quantization.test_fake_quantize import MODELS, SITE, batch
+from tests.quantization.test_sites import LAYOUTS, cached
 from tests.standins import CAUSAL, IDS, D, MotifAttention, make
 
 KINDS = ("logits", "branch 1", "branch 2", "difference")
@@ -60,35 +59,33 @@ def check(site, found, independent):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "row"])
-@pytest.mark.parametrize("name", OWN)
-def test_every_layout(name, granularity):
-    torch.manual_seed(0)
-    model = Small(lambda i: OWN[name](i, "sdpa"), layers=1).eval()
-    module, given = model.blocks[0].attention, batch()
-    caught = {}
-    module.heads.register_forward_hook(lambda m, args, out: caught.update(args=args))
-    if hasattr(module, "lambda_proj"):
-        module.lambda_proj.register_forward_hook(lambda m, args, out: caught.update(lam=out))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout(module_case, name, granularity):
+    model, scale, caught = module_case(name)
+    given, kinds, lambdas = batch(), layout(name), []
+    for n, module in model.named_modules():
+        if n.endswith("lambda_proj"):
+            module.register_forward_hook(lambda m, args, out: lambdas.append(out))
+        elif hasattr(module, "lambda_q1"):
+            first, second = (
+                (getattr(module, f"lambda_q{i}") * getattr(module, f"lambda_k{i}")).sum().exp()
+                for i in (1, 2)
+            )
+            lambdas.append((first - second + module.lambda_init).detach())
     scheme = Scheme(SITE, 4, granularity=granularity)
     with torch.no_grad(), NoiseRecorder(model, scheme) as recorder:
         model(**given)
-    q, k, _, kept = caught["args"]
-    kinds = layout(name)
+    q, k, _, _, seen = cached(caught)
     k = k[:, kinds.key_heads(q.shape[1], k.shape[1])]
-    kept = kept.bool()
-    seen = CAUSAL.new_ones(20, 20).tril() & kept[:, None, None] & kept[:, None, :, None]
     (site,) = recorder.sites()
     if not kinds.differential:
-        check(site, *expected(q, k, module.heads.scale, seen, scheme))
+        check(site, *expected(q, k, scale, seen, scheme))
         return
-    with record(model) as profiler, torch.no_grad():
-        model(**given)
-    if kinds.own_keys:
-        lam = profiler.profile().model["lambda"][0]
-    else:
-        lam = torch.sigmoid(caught["lam"]).transpose(1, 2)[..., None].double()
+    (lam,) = lambdas
+    if not kinds.own_keys:
+        lam = torch.sigmoid(lam).transpose(1, 2)[..., None].double()
     pairs = kinds.pairs(q.shape[1])
-    check(site, *expected(q, k, module.heads.scale, seen, scheme, pairs=pairs, lam=lam))
+    check(site, *expected(q, k, scale, seen, scheme, pairs=pairs, lam=lam))
 
 
 def test_maps_in_calls_of_their_own_with_a_static_range():

@@ -205,6 +205,21 @@ def test_within_fake_quantize(tokenizer, text, tmp_path):
     assert values[0] < 1e-12 < values[1] < values[2]
 
 
+def test_quantized_weights_are_the_same_in_every_batch(tokenizer, text, tmp_path):
+    """Nothing that is rounded depends on the batch, the padding or its side."""
+    model = tiny_llama()
+    context = functools.partial(fake_quantize, model, Scheme("weights", 4, granularity="channel"))
+    expected = None
+    for side, size, other_side, other_size in (
+        ("left", 3, "right", 2), ("right", 1, "left", 4), ("left", 2, "left", 5),
+    ):  # fmt: skip
+        evaluated = made(model, tokenizer, text, tmp_path, size, side, tokens=200, seq_len=48)
+        evaluated.forward.padding_side = other_side
+        expected = expected or plain(model, evaluated.windows.windows, context)
+        check(evaluated.run(context, batch_size=other_size), *expected)
+    assert np.concatenate(expected[0]).mean() > 1e-3
+
+
 @given(st.integers(2, 300), st.floats(-9, 0.5), st.integers(0, 1000))
 def test_small_divergences_are_right(size, exponent, seed):
     generator = torch.Generator().manual_seed(seed)

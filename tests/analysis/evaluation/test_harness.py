@@ -1,10 +1,14 @@
 """Tasks of lm-eval on the live model, against lm-eval's own run."""
 
+import contextlib
 import functools
+import importlib
 import json
 import logging
 import random
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,16 +93,65 @@ def test_generation_is_lm_evals(tokenizer, tmp_path, questions):
     model = tiny_llama(max_position_embeddings=1024)
     path = write_task(tmp_path, questions, template=GENERATION)
     theirs = run_lm_eval(model, tokenizer, path)
-    told = []
-    ours = run(model, tokenizer, path, 5, progress=told.append)
+    told, made = [], evaluation(f"lm-eval:{path}", model, tokenizer)
+    ours = made.run(batch_size=5, progress=told.append)
     assert ours.metrics[0].name == "exact_match"
-    values = [sample["exact_match"] for sample in theirs["samples"]["own"]]
-    np.testing.assert_array_equal(ours.items["exact_match"], values)
+    samples = theirs["samples"]["own"]
+    np.testing.assert_array_equal(ours.items["exact_match"], [s["exact_match"] for s in samples])
+    written = [[asked.filtered_resps["none"]] for asked in made.tasks["tasks"]["own"].instances]
+    assert written == [sample["filtered_resps"] for sample in samples]
+    assert len({text for (text,) in written}) > len(QUESTIONS) / 2
     assert sum(told) == len(QUESTIONS)
     with pytest.raises(Stopped):
         run(model, tokenizer, path, 5, stop=lambda: True)
     context = functools.partial(fake_quantize, model, Scheme("attention_logits", bits=4))
     assert run(model, tokenizer, path, 5, context).metrics[0].count == len(QUESTIONS)
+
+
+@contextlib.contextmanager
+def short_ruler():
+    """The file of lm-eval's `niah_single_1`: two questions of at most 700 tokens, of few words.
+
+    Its modules are imported as if for the first time.
+    """
+    words, nltk = (importlib.import_module(name) for name in ("wonderwords", "nltk"))
+    some = {kind: sorted(each)[:8] for kind, each in words.RandomWord()._categories.items()}
+    name = "lm_eval.tasks.ruler.prepare_niah"
+    kept = sys.modules.pop(name, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "RandomWord", lambda: SimpleNamespace(_categories=some))
+        # Nothing is downloaded: only essays are split into sentences.
+        patch.setattr(nltk.data, "find", lambda *_: None)
+        state = random.getstate()
+        niah = importlib.import_module(name)
+        assert random.getstate() == state  # or a process would ask others at first
+        generate = niah.generate_samples
+
+        def few(*given, **options):
+            options |= {"num_samples": 2, "max_seq_length": 700}
+            return [row | {"max_length": 4096} for row in generate(*given, **options)]
+
+        patch.setattr(niah, "generate_samples", few)
+        yield Path(niah.__file__).with_name("niah_single_1.yaml")
+    del sys.modules[name]
+    if kept is not None:
+        sys.modules[name] = kept
+
+
+def test_questions_made_of_random_numbers_are_the_same_again(tokenizer):
+    """A sweep that goes on compares their fingerprints."""
+    pytest.importorskip("wonderwords")
+    model, made = tiny_llama(max_position_embeddings=1024), []
+    for seed in (1, 2):
+        random.seed(seed)
+        with short_ruler() as path:
+            made.append(evaluation(f"lm-eval:{path}", model, tokenizer))
+    assert made[0].data == made[1].data
+    asked = [one.args[0] for one in made[0].tasks["tasks"]["niah_single_1"].instances]
+    assert len({*asked}) == 2
+    assert all("One of the special magic numbers for" in text for text in asked)
+    outcome = made[0].run(batch_size=2)
+    assert [(metric.name, metric.count) for metric in outcome.metrics] == [("4096", 2)]
 
 
 def test_how_a_model_generates_is_a_setting_of_tasks_that_generate(
