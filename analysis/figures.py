@@ -12,6 +12,7 @@ from quantdiff.analysis.channels import channel_kinds, plot_channels
 from quantdiff.analysis.frames import KINDS, MAGNITUDE, activations_of, figure_data
 from quantdiff.analysis.heads import draw_heads
 from quantdiff.analysis.maps import plot_maps
+from quantdiff.analysis.modules import by_module
 from quantdiff.analysis.style import (
     DOUBLE,
     SINGLE,
@@ -44,9 +45,10 @@ def plot(
     Args:
         profile: what was recorded.
         kind: "layers": the largest attention logit and hidden state of each layer; "heads": the
-            largest attention logit of each layer and head, as a heat map; "magnitudes": how the
-            magnitudes are distributed; "maps": sinks, negative mass (of softmax,
-            entropy) and context RMS of the attention maps by layer, where they were measured;
+            largest attention logit of each layer and head, as a heat map, or one for each attention
+            module of a layer; "magnitudes": how the magnitudes are distributed; "maps": sinks,
+            negative mass (of softmax, entropy) and context RMS of the attention maps by layer,
+            where they were measured;
             "channels": the channels of linear inputs, keys, values and hidden states by their
             largest magnitude, where they were recorded.
         activation: "attention_logits" or "hidden_states"; None draws a panel for each or, where
@@ -59,7 +61,8 @@ def plot(
 
     Raises:
         UsageError: an unknown kind or activation, heads of hidden states, magnitudes of a
-            recording that kept only extremes, or maps or channels that were not measured.
+            recording that kept only extremes, maps or channels that were not measured, or `ax` for
+            several panels.
     """
     if kind in _WHOLE:
         if ax is not None or activation is not None:
@@ -72,6 +75,14 @@ def plot(
             raise UsageError("hidden states have no heads; draw them with kind='layers'")
         shown = shown[:1]
     draw = _PANELS[kind]
+    parts: list[tuple[str | None, pd.DataFrame]] = [(None, data)]
+    if kind == "heads":
+        parts = by_module(data)
+    if ax is not None and len(parts) > 1:
+        raise UsageError(
+            f"the layers hold {len(parts)} attention modules each, whose heads have panels of "
+            "their own: leave ax out"
+        )
     with style():
         name, rest = literal(profile.model.get("name")), _about(profile)
         if ax is not None:
@@ -81,8 +92,12 @@ def plot(
         page = Page(*_size(kind, data, len(shown)))
         # Before the panels: the layout is fitted around it.
         set_title(page, name, rest)
-        for panel, which in zip(page.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-            draw(panel, profile, data, which)
+        grid = page.subplots(len(parts), len(shown), squeeze=False)
+        for (module, part), row in zip(parts, grid, strict=True):
+            for panel, which in zip(row, shown, strict=True):
+                draw(panel, profile, part, which)
+                if module is not None:
+                    panel.set_title(module, parse_math=False)
         return page
 
 
@@ -121,11 +136,12 @@ def _size(kind: str, data: pd.DataFrame, panels: int) -> tuple[float, float]:
     """Width and height in inches; the cells of a heat map are about square."""
     if kind != "heads":
         return (SINGLE if panels == 1 else DOUBLE), _HEIGHT
-    layers, heads = data["layer"].nunique(), int(data["head"].max()) + 1
+    heads = [int(part["head"].max()) + 1 for _, part in by_module(data)]
+    layers = data["layer"].nunique()
     margin = 1.25  # axis labels and colour bar
     cell = min((DOUBLE - margin) / layers, 0.22)
     width = max(margin + cell * layers, SINGLE)
-    return width, min(max(0.65 + max(cell, 0.1) * heads, 1.8), 9)
+    return width, min(sum(max(0.65 + max(cell, 0.1) * count, 1.8) for count in heads), 9)
 
 
 def _color(profile: Profile) -> Any:
@@ -156,7 +172,7 @@ def _draw_layers(ax: Axes, profile: Profile, data: pd.DataFrame, activation: str
 
 
 def _draw_heads(ax: Axes, profile: Profile, data: pd.DataFrame, activation: str) -> None:
-    mesh = draw_heads(ax, data)
+    mesh = draw_heads(ax, data, profile.attention_logits.absmax)
     height = ax.bbox.height / ax.figure.dpi
     bar = ax.figure.colorbar(mesh, ax=ax, pad=0.015, fraction=0.05, aspect=height / 0.08)
     bar.outline.set_visible(False)

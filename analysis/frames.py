@@ -7,6 +7,7 @@ import pandas as pd
 
 from quantdiff.analysis.channels import channels_frame
 from quantdiff.analysis.maps import maps_frame
+from quantdiff.analysis.modules import own_names
 from quantdiff.errors import UsageError
 from quantdiff.statistics import Histogram
 from quantdiff.statistics.activations import AttentionLogits, HiddenStates
@@ -30,10 +31,11 @@ def figure_data(profile: Profile, kind: str) -> pd.DataFrame:
 
     Args:
         profile: what was recorded.
-        kind: "layers" (one row an activation, layer and branch), "heads" (one row a layer and
-            head) or "magnitudes" (one row an activation, branch and bin of a quarter octave,
-            magnitudes in [low, high), and one with low = high = 0 for the zeros, if any) or
-            "maps" (one row a layer and kind of map) or "channels" (see `channels_frame`).
+        kind: "layers" (one row an activation, layer and branch), "heads" (one row an attention
+            module and head) or "magnitudes" (one row an activation, branch and bin of a quarter
+            octave, magnitudes in [low, high), and one with low = high = 0 for the zeros, if any) or
+            "maps" (one row an attention module and kind of map) or "channels" (see
+            `channels_frame`). `module` is what a module, `name`, is called in its layer.
 
     Raises:
         UsageError: an unknown kind, magnitudes of a recording that kept only extremes, or maps or
@@ -72,7 +74,9 @@ def _layers(profile: Profile) -> pd.DataFrame:
 def _heads(profile: Profile) -> pd.DataFrame:
     frame = profile.to_frame()
     frame = frame[frame["activation"] == "attention_logits"].reset_index(drop=True)
-    return frame[["layer", "head", "branch", "absmax"]].astype({"head": int, "absmax": float})
+    frame["module"] = frame["name"].map(own_names(profile))
+    columns = ["name", "module", "layer", "head", "branch", "absmax"]
+    return frame[columns].astype({"head": int, "absmax": float})
 
 
 def _magnitudes(profile: Profile) -> pd.DataFrame:
@@ -101,7 +105,7 @@ def branch_histograms(
             continue
         branches: list[int | None] = [None] * site.groups
         if isinstance(part, AttentionLogits):
-            branches = part.branches[site.layer]
+            branches = part.branches[site.layer][: site.groups]
         for branch in dict.fromkeys(branches):
             groups = [g for g, other in enumerate(branches) if other == branch]
             full = site.histogram

@@ -14,22 +14,26 @@ Axes: TypeAlias = Any  # of matplotlib, which has no types here
 
 
 def draw_heads(ax: Axes, data: pd.DataFrame, largest: float | None = None) -> Any:
-    """Draw the heads of one model, one branch above the other.
+    """Draw the heads of one model, one branch above the other where all layers agree on them.
 
     Args:
         ax: the panel.
-        data: one row a layer and head with `branch` and `absmax`, as `figure_data` gives.
+        data: one row a layer and head with `branch` and `absmax`, as `figure_data` gives; of one
+            module a layer, see `by_module`.
         largest: end of the colour scale, which begins at 0; None: the largest value.
 
     Returns:
         What a colour bar is made for.
     """
     table = data.pivot(index="head", columns="layer", values="absmax")
-    kinds = data.groupby("head")["branch"].agg(lambda branch: branch.iloc[0])
-    # One branch above the other, whatever heads the layout pairs.
-    order = kinds.sort_values(kind="stable", na_position="first").index
-    table = table.loc[order]
-    branches = [None if pd.isna(branch) else int(branch) for branch in kinds.loc[order]]
+    by_head = data.groupby("head")["branch"]
+    agreed = bool(by_head.nunique(dropna=False).eq(1).all())
+    branches: list[int | None] = [None] * len(table)
+    if agreed:
+        # One branch above the other, whatever heads the layout pairs.
+        kinds = by_head.first().sort_values(kind="stable", na_position="first")
+        table = table.loc[kinds.index]
+        branches = [None if pd.isna(branch) else int(branch) for branch in kinds]
     ax.set_facecolor("0.85")  # heads that a layer does not have
     mesh = ax.pcolormesh(
         np.ma.masked_invalid(table.to_numpy()), cmap=heat_map(), vmin=0, vmax=largest,
@@ -42,6 +46,11 @@ def draw_heads(ax: Axes, data: pd.DataFrame, largest: float | None = None) -> An
         ax.text(
             1.01, rows[0] + len(rows) / 2, f"branch {branch}", transform=ax.get_yaxis_transform(),
             rotation=270, ha="left", va="center", fontsize=7,
+        )  # fmt: skip
+    if not agreed:
+        ax.text(
+            1.01, 0.5, "branches differ\nby layer", transform=ax.transAxes, rotation=270, ha="left",
+            va="center", fontsize=7,
         )  # fmt: skip
     width, height = ax.bbox.width / ax.figure.dpi, ax.bbox.height / ax.figure.dpi
     _cell_ticks(ax.xaxis, table.columns, width, 0.2)

@@ -60,7 +60,8 @@ def profile_text(
     """Record a model's activations over windows of text.
 
     Args:
-        model: any model that `quantdiff.record` takes.
+        model: any model that `quantdiff.record` takes and whose forward takes `input_ids` and
+            `attention_mask`, (B, N).
         windows: the text as tokens.
         batch_size: windows in one forward pass; changes nothing in the result.
         top_k, detail, layout, maps, spans, sites: as in `quantdiff.record`.
@@ -72,7 +73,8 @@ def profile_text(
         RecordingError: the model cannot be recorded rightly.
     """
     check_length(model, max(len(window) for window in windows.windows))
-    check_vocabulary(windows, vocabulary_size(model))
+    if hasattr(model, "get_input_embeddings"):  # others do not say how many tokens they know
+        check_vocabulary(windows, vocabulary_size(model))
     device, options = model_device(model), forward_options(model)
     partial = False
     with record(

@@ -41,9 +41,9 @@ def calibrate(
 
     Args:
         model: any model that `quantdiff.record` takes.
-        batches: windows of text (`quantdiff.calibration.text_windows`), or dictionaries of what
-            the model's forward takes, such as `input_ids` and `attention_mask`, (B, N). All of
-            them are held at once, on the device where they are.
+        batches: windows of text (`quantdiff.calibration.text_windows`), for a model whose forward
+            takes `input_ids` and `attention_mask`, (B, N), or dictionaries of what it takes. All
+            of them are held at once, on the device where they are.
         source: name of the data, for the record; that of windows by default.
         batch_size: windows in one forward pass; unused for batches.
         layout: head layout of a model that quantdiff does not know, as in `quantdiff.record`.
@@ -97,7 +97,8 @@ def _check(model: torch.nn.Module, windows: TextWindows) -> None:
             f"windows of {longest} tokens are beyond the model's context of {limit}; "
             "choose a shorter sequence length"
         )
-    check_vocabulary(windows, vocabulary_size(model))
+    if hasattr(model, "get_input_embeddings"):  # others do not say how many tokens they know
+        check_vocabulary(windows, vocabulary_size(model))
 
 
 def _as_list(batches: Iterable[Batch]) -> list[Batch]:

@@ -41,7 +41,7 @@ class UnknownLayoutWarning(UserWarning):
 
 
 class LeftAloneWarning(UserWarning):
-    """A layer holds weights that no linear module holds, and that are not quantized."""
+    """A layer holds weights that no linear module computes with: they are left as they are."""
 
 
 class SchemesLeftOutWarning(UserWarning):

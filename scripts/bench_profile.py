@@ -143,7 +143,8 @@ def timings(runs: dict[str, Callable], ids: torch.Tensor, rounds: int) -> dict[s
 
 def peak(folder: str, variant: str, length: int, head: bool, processes: int = 3) -> int:
     """Peak resident bytes of one pass, model included: the median over fresh processes."""
-    command = [sys.executable, __file__, "--peak", folder, variant, str(length), str(int(head))]
+    told = [folder, variant, str(length), str(int(head)), str(torch.get_num_threads())]
+    command = [sys.executable, __file__, "--peak", *told]
     runs = [
         subprocess.run(command, check=True, capture_output=True, text=True)
         for _ in range(processes)
@@ -151,8 +152,9 @@ def peak(folder: str, variant: str, length: int, head: bool, processes: int = 3)
     return int(statistics.median(int(run.stdout) for run in runs))
 
 
-def measure_peak(folder: str, variant: str, length: int, head: bool) -> None:
-    torch.set_num_threads(2)
+def measure_peak(folder: str, variant: str, length: int, head: bool, threads: int) -> None:
+    """Print the peak of this process over one pass."""
+    torch.set_num_threads(threads)
     model, _ = quantdiff.load(folder, device="cpu")
     ids = torch.randint(0, model.config.vocab_size, (1, length))
     run = runner(model, variant, head)
@@ -229,11 +231,11 @@ def main() -> None:
         "--lengths", type=int, nargs="*", default=LENGTHS, help="of the growth table"
     )
     parser.add_argument("--out", type=Path, help="folder for bench_profile.json")
-    parser.add_argument("--peak", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
-        folder, variant, length, head = options.peak
-        measure_peak(folder, variant, int(length), bool(int(head)))
+        folder, variant, length, head, threads = options.peak
+        measure_peak(folder, variant, int(length), bool(int(head)), int(threads))
         return
     console = Console(width=120)
     torch.set_num_threads(options.threads)

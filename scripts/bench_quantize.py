@@ -93,7 +93,8 @@ def runner(
 
 def peak(folder: str, table: str, variant: str, bits: int, processes: int = 3) -> int:
     """Peak resident bytes of one pass: the median over fresh processes."""
-    command = [sys.executable, __file__, "--peak", folder, table, variant, str(bits)]
+    told = [folder, table, variant, str(bits), str(torch.get_num_threads())]
+    command = [sys.executable, __file__, "--peak", *told]
     runs = [
         subprocess.run(command, check=True, capture_output=True, text=True)
         for _ in range(processes)
@@ -101,9 +102,9 @@ def peak(folder: str, table: str, variant: str, bits: int, processes: int = 3) -
     return int(statistics.median(int(run.stdout.split()[-1]) for run in runs))
 
 
-def measure_peak(folder: str, table: str, variant: str, bits: int) -> None:
+def measure_peak(folder: str, table: str, variant: str, bits: int, threads: int) -> None:
     """Print the peak of this process over one pass."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     model, _ = quantdiff.load(folder, device="cpu")
     ids = torch.randint(0, model.config.vocab_size, (1, LENGTH))
     run = runner(model, variant, bits, quantdiff.CalibrationTable.load(table))
@@ -195,11 +196,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--agreement", action="store_true", help="KL and not costs")
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
-    parser.add_argument("--peak", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
-        folder, table, variant, bits = options.peak
-        measure_peak(folder, table, variant, int(bits))
+        folder, table, variant, bits, threads = options.peak
+        measure_peak(folder, table, variant, int(bits), int(threads))
         return
     torch.set_num_threads(options.threads)
     model, tokenizer = quantdiff.load(options.model, device="cpu")

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import quantdiff
+from tests.tiny import tiny_ids, tiny_llama
+
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 PARTS = {
     "environment", "log-sum-exp", "tf32", "attention", "recording", "maps",
@@ -129,6 +132,31 @@ def test_what_fails_is_told_and_stops_nothing(script, tmp_path, monkeypatch):
     assert "the kernel said no" in text
     assert "error 2 ≤ 1" in text
     assert text.endswith("NOT AGREED")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_nan_never_passes_for_agreement(script, at):
+    from gpu_checks.common import largest
+    from gpu_checks.maps import EXACT, MEASURES, _errors
+    from gpu_checks.recording import _alike
+
+    errors = [0.5, 0.5]
+    assert largest(errors) == 0.5
+    errors[at] = math.nan
+    assert math.isnan(largest(errors))
+    exact = [(layer, "softmax", dict.fromkeys(MEASURES, 0.5)) for layer in range(2)]
+    assert script.Found(_errors("", exact, exact, EXACT)).good
+    mine = [(layer, kind, dict(measures)) for layer, kind, measures in exact]
+    mine[at][2]["sink"] = math.nan
+    assert not script.Found(_errors("", mine, exact, EXACT)).good
+    with torch.no_grad(), quantdiff.record(tiny_llama()) as recorder:
+        recorder._model(tiny_ids(1, 8))
+    full = recorder.profile()
+    assert script.Found(_alike(full, full)).good
+    for name in ("min", "max"):
+        short = full.copy()
+        getattr(short.attention_logits.sites[at], name)[at] = math.nan
+        assert not script.Found(_alike(short, full)).good
 
 
 @pytest.mark.parametrize(

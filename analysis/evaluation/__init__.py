@@ -36,7 +36,8 @@ def evaluation(name: str, model: Any, tokenizer: Any, text: Text | None = None) 
 
     Args:
         name: `perplexity`, `divergence`, `choice:FILE[@N]`, `lm-eval:TASK[@N]`,
-            `needles[:N,R[@LENGTHS]]`, `order:FILE[@N]`; the class in each one's module says more.
+            `needles[:N,R[@LENGTHS]]`, `order:FILE[@N]`, `noise`; the class in each one's module
+            says more.
         model: a causal language model.
         tokenizer: its tokenizer.
         text: for the evaluations that run on text.

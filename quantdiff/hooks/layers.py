@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from quantdiff.errors import RecordingError, UsageError
+from quantdiff.hooks.dispatch import attends_itself
 
 __all__ = ["block_list", "is_cross", "layer_of", "named_layers", "owning_list"]
 
@@ -54,13 +55,18 @@ def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, lis
 def block_list(model: nn.Module) -> Layers:
     """The largest list of like blocks of a model that says nothing about itself.
 
+    Where modules are known to attend, lists without any, as of experts, are left out.
+
     Raises:
         RecordingError: there is none; the remedy is to name the layers.
     """
+    lists = {name: module for name, module in model.named_modules() if _alike(module)}
+    lists = {name: module for name, module in lists.items() if _attends(module)} or lists
+    several = {module for module in lists.values() if len(module) > 1}
     best, size = None, (False, 0)
-    for name, module in model.named_modules():
+    for name, module in lists.items():
         # A list of towers is no list of blocks: the blocks are inside.
-        if not _alike(module) or any(_alike(m) and len(m) > 1 for b in module for m in b.modules()):
+        if any(inner in several for block in module for inner in block.modules()):
             continue
         # One block makes a list only where there is no other.
         weight = (len(module) > 1, sum(p.numel() for p in module.parameters()))
@@ -109,6 +115,10 @@ def _alike(module: nn.Module) -> bool:
         isinstance(module, nn.ModuleList | nn.Sequential)
         and len({type(child) for child in module}) == 1
     )
+
+
+def _attends(module: nn.Module) -> bool:
+    return any(map(attends_itself, {type(inner) for inner in module.modules()}))
 
 
 def _distinct(layers: Layers) -> Layers:

@@ -9,7 +9,7 @@ from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
 from quantdiff.hooks.passes import Pass
 
-__all__ = ["in_order", "input_rows", "input_width", "linear_modules"]
+__all__ = ["in_order", "input_rows", "input_width", "linear_modules", "past_hooks"]
 
 _EXPERTS = re.compile(r"(?!shared)(\w+_)?experts?(_?\d+)?", re.IGNORECASE)
 _ROUTER = re.compile("router|gate$", re.IGNORECASE)
@@ -24,6 +24,12 @@ def linear_modules(found: Found) -> dict[str, nn.Module]:
         for name, module in found.modules.items()
         if isinstance(module, nn.Linear | Conv1D) and layer_of(name, found.layers) is not None
     }
+
+
+def past_hooks(found: Found, name: str) -> bool:
+    """Whether a linear module is one that its owner computes with by its weight alone."""
+    owner, _, own = name.rpartition(".")
+    return own == "out_proj" and isinstance(found.modules.get(owner), nn.MultiheadAttention)
 
 
 def input_width(module: nn.Module) -> int:

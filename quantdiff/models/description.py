@@ -46,8 +46,13 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def context_length(model: Any) -> int | None:
-    """Longest sequence in tokens that the config allows, or None where it names no limit."""
-    config = model.config.get_text_config()
+    """Longest sequence in tokens that the config allows, or None where it names no limit.
+
+    A module outside of transformers need not have a config.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
     for entry in LENGTHS:
         value = getattr(config, entry, None)
         if isinstance(value, int) and value > 0:
@@ -56,5 +61,5 @@ def context_length(model: Any) -> int | None:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Rows of the input embedding: token ids must lie below it."""
+    """Rows of the input embedding of a model of transformers: token ids must lie below it."""
     return int(model.get_input_embeddings().weight.shape[0])

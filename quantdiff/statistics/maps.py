@@ -24,7 +24,10 @@ MAP_DEFINITIONS = {
     ),
     "rows": "rows counted",
     "weights": "visible entries counted, over all rows",
-    "row_sum": "mean, minimum and maximum of Σw: 1 for softmax, 1 − λ for a difference",
+    "row_sum": (
+        "mean, minimum and maximum of Σw: 1 for softmax, less beside a learned sink, 1 − λ for a "
+        "difference"
+    ),
     "negative_share": "entries w < 0 / visible entries",
     "negative_mass": "mean of Σ|w| over the entries w < 0",
     "sink": (
@@ -37,9 +40,12 @@ MAP_DEFINITIONS = {
     "entropy": "mean of −Σ p ln p in nats, p = |w| / Σ|w|; 0 where Σ|w| is 0",
     "context_rms": (
         "‖w‖₂ of a row, the RMS of the output for independent values of unit RMS: minimum, median "
-        "(to 0.5 %) and maximum; softmax: in [1/√n, 1]"
+        "(to 0.5 %) and maximum; softmax: in [1/√n, 1], in (0, 1) beside a learned sink"
     ),
-    "context_rms_scaled": "minimum of ‖w‖₂·√n; 1 or more for softmax, less only for a difference",
+    "context_rms_scaled": (
+        "minimum of ‖w‖₂·√n; 1 or more for softmax, less only for a difference or beside a learned "
+        "sink"
+    ),
     "norm_gain": (
         "1 / context_rms, of differences: by how much an RMS norm over the head's output amplifies "
         "output and gradient, for values of unit RMS and without the norm's ε; null where a row's "

@@ -1,13 +1,14 @@
 """What a check gives back, and where it runs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["Check", "Found", "MissingPartError", "NotReachedError", "Place", "relative"]
+__all__ = ["Check", "Found", "MissingPartError", "NotReachedError", "Place", "largest", "relative"]
 
 
 class MissingPartError(Exception):
@@ -64,9 +65,14 @@ class Place:
 Check = tuple[str, Callable[[], Found]]
 
 
+def largest(errors: Iterable[Any]) -> float:
+    """The largest of some numbers, or NaN where one is: `max` keeps it in the first place alone."""
+    return float(np.max([float(error) for error in errors]))
+
+
 def relative(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     """Largest error over the largest magnitude, and root mean square over root mean square."""
     found, exact = found.double().cpu(), exact.double().cpu()
     error = found - exact
-    largest = float(error.abs().max() / exact.abs().max())
-    return largest, float(error.square().mean().sqrt() / exact.square().mean().sqrt())
+    most = float(error.abs().max() / exact.abs().max())
+    return most, float(error.square().mean().sqrt() / exact.square().mean().sqrt())

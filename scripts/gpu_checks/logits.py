@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_checks.common import Check, Found, MissingPartError, Place
+from gpu_checks.common import Check, Found, MissingPartError, Place, largest
 from quantdiff.statistics import NonFiniteError, SiteStatistics, Visible, lse, measure_logits
 
 __all__ = ["lse_checks", "tf32_checks"]
@@ -141,12 +141,12 @@ def _lse(place: Place, **options: object) -> Found:
     count = case.seen.expand_as(case.exact).sum((0, 2, 3)).cpu().numpy()
     found.within["count"] = float(np.abs(route.count - count).max()), 0.0
     for name, site in (("", route), (" streamed", streamed)):
-        gap = max(np.abs(site.min - low).max(), np.abs(site.max - high).max())
-        found.within[f"extremes{name}"] = float(gap), room
+        gap = largest([*np.abs(site.min - low), *np.abs(site.max - high)])
+        found.within[f"extremes{name}"] = gap, room
     lengths = torch.where(case.seen, case.exact.abs(), 0.0).flatten()
-    largest = lengths.topk(min(RANK, int(count.sum()))).values.cpu().numpy()
-    same = len(route.top.values) == len(largest)
-    gap = float(np.abs(route.top.values - largest).max()) if same else math.inf
+    exact = lengths.topk(min(RANK, int(count.sum()))).values.cpu().numpy()
+    same = len(route.top.values) == len(exact)
+    gap = float(np.abs(route.top.values - exact).max()) if same else math.inf
     found.within["top 100"] = gap, room
     head, batch, row, column = torch.from_numpy(route.top.coordinates.T.copy()).to(place.device)
     there = case.exact[batch, head, row, column].abs().cpu().numpy()
@@ -162,7 +162,7 @@ def _lse(place: Place, **options: object) -> Found:
 
 def _share(case: _Case, runs: list[lse._Run]) -> dict[str, tuple[float, float]]:
     """How much of the error that is granted to the bounds they use, 1 being all of it."""
-    worst = {"granted above": -math.inf, "granted below": -math.inf}
+    shares: dict[str, list[float]] = {"granted above": [], "granted below": []}
     for run in runs:
         bounds = lse._bounds(case.q, case.k, case.scale, run, lse.STEEPEST)
         if bounds is None:
@@ -171,11 +171,9 @@ def _share(case: _Case, runs: list[lse._Run]) -> dict[str, tuple[float, float]]:
             values = torch.where(case.seen, sign * case.exact, -torch.inf).amax(-1)  # (B, H, N)
             true = run.rows(values[..., None])[..., 0]
             gap = true - bounds.largest[i].double()
-            above = float((gap / bounds.above[i]).max())
-            below = float((-gap / bounds.below[i]).max())
-            worst["granted above"] = max(worst["granted above"], above)
-            worst["granted below"] = max(worst["granted below"], below)
-    return {name: (share, 1.0) for name, share in worst.items() if math.isfinite(share)}
+            shares["granted above"].append(float((gap / bounds.above[i]).max()))
+            shares["granted below"].append(float((-gap / bounds.below[i]).max()))
+    return {name: (largest(some), 1.0) for name, some in shares.items() if some}
 
 
 def _refused(place: Place, rows: int) -> Found:
@@ -232,7 +230,7 @@ def _tf32(place: Place, way: str) -> Found:
     for name, site in after.items():
         other = before[name]
         gaps = [site.min - other.min, site.max - other.max, site.top.values - other.top.values]
-        found.within[name] = float(max(np.abs(gap).max() for gap in gaps)), 0.0
+        found.within[name] = largest(np.abs(gap).max() for gap in gaps), 0.0
     low = torch.where(exact.seen, exact.exact, torch.inf).amin((0, 2, 3)).cpu().numpy()
     gap = float(np.abs(after["streamed"].min - low).max())
     found.within["against fp64"] = gap, exact.rounding

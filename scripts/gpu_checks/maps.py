@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import quantdiff
-from gpu_checks.common import Check, Found, Place
+from gpu_checks.common import Check, Found, Place, largest
 from gpu_checks.recording import FAMILIES, padded_batch, small_model
 from quantdiff.hooks import maps as hooked
 from quantdiff.statistics import map_rows
@@ -202,7 +202,7 @@ def _errors(
     bounds: Bounds,
 ) -> dict[str, tuple[float, float]]:
     """The largest error of each measure over layers and kinds."""
-    errors = dict.fromkeys(MEASURES, 0.0)
+    errors: dict[str, list[float]] = {name: [] for name in MEASURES}
     assert [x[:2] for x in mine] == [x[:2] for x in others], "other layers or kinds of maps"
     for (_, _, found), (_, _, exact) in zip(mine, others, strict=True):
         for name in MEASURES:
@@ -211,11 +211,10 @@ def _errors(
                 error = 0.0 if x is y else float("inf")
             else:
                 error = abs(x - y) / max(abs(y), FLOOR)
-            # In this order: a NaN stays.
-            errors[name] = error if not error <= errors[name] else errors[name]
+            errors[name].append(error)
     mean, extreme, median = bounds
     bound = dict.fromkeys(MEASURES, mean)
     bound |= {
         "context_rms_min": extreme, "context_rms_median": median, "context_rms_max": extreme,
     }  # fmt: skip
-    return {f"{name}{title}": (errors[name], bound[name]) for name in MEASURES}
+    return {f"{name}{title}": (largest(errors[name]), bound[name]) for name in MEASURES}

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import quantdiff
-from gpu_checks.common import Check, Found, MissingPartError, Place
+from gpu_checks.common import Check, Found, MissingPartError, Place, largest
 from quantdiff.models import DiffV2Config, DiffV2ForCausalLM
 from quantdiff.statistics import streaming
 from quantdiff.statistics.profile import Profile
@@ -165,14 +165,16 @@ def _against_fp64(
     part, length = profile.attention_logits, real.shape[1]
     place = torch.arange(length)
     seen = (place <= place[:, None]) & real[:, None, None, :] & real[:, None, :, None]
-    exact, extremes, counts = [], 0.0, 0
+    exact: list[Tensor] = []
+    extremes: list[float] = []
+    counts = 0
     for site, (q, k, scale) in zip(part.sites, calls, strict=True):
         s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale  # (B, H, N, N)
         exact.append(s)
         high = s.masked_fill(~seen, -torch.inf).amax((0, 2, 3)).numpy()
         low = s.masked_fill(~seen, torch.inf).amin((0, 2, 3)).numpy()
-        gap = max(np.abs(site.max - high).max(), np.abs(site.min - low).max())
-        extremes = max(extremes, float(gap / max(abs(high).max(), abs(low).max())))
+        gap = largest([*np.abs(site.max - high), *np.abs(site.min - low)])
+        extremes.append(gap / largest([*np.abs(high), *np.abs(low)]))
         counts += int(np.abs(site.count - int(seen.sum())).sum())
     s = torch.stack(exact)  # (layers, B, H, N, N)
     all_seen = seen.expand(s.shape)
@@ -187,7 +189,7 @@ def _against_fp64(
     median = float(np.median(magnitudes.numpy()))
     return {
         "count": (float(counts), 0.0),
-        "extremes": (extremes, 1e-5),
+        "extremes": (largest(extremes), 1e-5),
         "top 100": (top, 1e-5),
         "places": (float(np.abs(np.array(there) - 1).max()), 1e-5),
         "median": (abs((part.median or 0.0) / median - 1), 6e-3),
@@ -215,12 +217,12 @@ def _routed(found: Found) -> Iterator[None]:
 
 def _alike(short: Profile, full: Profile) -> dict[str, tuple[float, float]]:
     """Extremes alone against those of the whole recording."""
-    gap, count = 0.0, 0
+    gaps: list[float] = []
+    count = 0
     for a, b in zip(short.attention_logits.sites, full.attention_logits.sites, strict=True):
         size = float(b.absmax.max())
         count += int(np.abs(a.count - b.count).sum())
-        gap = max(gap, *(float(np.abs(x - y).max()) / size
-                         for x, y in ((a.min, b.min), (a.max, b.max))))  # fmt: skip
+        gaps += [float(np.abs(x - y).max()) / size for x, y in ((a.min, b.min), (a.max, b.max))]
     values, others = short.attention_logits.largest.values, full.attention_logits.largest.values
-    gap = max(gap, float(np.abs(values / others - 1).max()))
-    return {"extremes alone": (gap, 1e-5), "their count": (float(count), 0.0)}
+    gaps.append(float(np.abs(values / others - 1).max()))
+    return {"extremes alone": (largest(gaps), 1e-5), "their count": (float(count), 0.0)}

@@ -160,6 +160,15 @@ class TestHeads:
         heads = [label.get_text() for label in figure.axes[0].get_yticklabels()]
         assert heads == ["0", "2", "1", "3"]
 
+    def test_branches_are_not_named_where_layers_have_other_ones(self, profiles):
+        profile = profiles["diffllama"].copy()
+        profile.attention_logits.branches[1] = [1, 2, 1, 2]
+        figure = plot(profile, "heads")
+        figure.draw_without_rendering()
+        heads = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert heads == ["0", "1", "2", "3"]
+        assert [text.get_text() for text in figure.axes[0].texts] == ["branches differ\nby layer"]
+
     def test_a_layer_with_fewer_heads_leaves_its_cells_empty(self, profiles):
         profile = profiles["llama"].copy()
         site = profile.attention_logits.sites[1]

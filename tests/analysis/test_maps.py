@@ -3,6 +3,7 @@
 import matplotlib as mpl
 import numpy as np
 import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
@@ -12,7 +13,7 @@ from quantdiff.analysis.maps import maps_frame
 from quantdiff.analysis.tables import profile_report
 from quantdiff.errors import UsageError
 from tests.analysis.test_figures import undrawn
-from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
+from tests.tiny import SETTINGS, build, tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,36 @@ def test_the_figure(profiles, name, tmp_path):
     files = {path.name for path in save_figures(profiles[name], tmp_path)}
     assert {"maps.png", "maps.svg", "maps.csv"} <= files
     assert mpl.rcParams["text.usetex"] is False
+
+
+def test_a_hybrids_kinds_of_maps_are_lines_of_their_own(profiles):
+    hybrid = profiles["v1"].copy()
+    hybrid.maps = [
+        *(site for site in hybrid.maps if site.layer != 1),
+        *(site for site in profiles["llama"].copy().maps if site.layer == 1),
+    ]
+    for page in (plot(hybrid, "maps"), quantdiff.compare(hybrid).plot("maps")):
+        middle = page.axes[1]
+        assert len({line.get_linestyle() for line in middle.lines}) == len(middle.lines) == 2
+
+
+def test_no_lower_bound_is_claimed_where_a_learned_sink_takes_a_share(profiles):
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    options = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = build(GptOssForCausalLM, GptOssConfig(**SETTINGS | options))
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(6.0)
+    with torch.no_grad(), quantdiff.record(model, maps=True) as recorder:
+        model(tiny_ids(2, 24))
+    sinks = recorder.profile()
+    for profile, bounded in ((sinks, False), (profiles["llama"], True)):
+        (row,) = quantdiff.compare(profile).maps().to_dict("records")
+        assert row["lower"] == (24**-0.5 if bounded else 0)
+        assert row["lower"] <= row["context_rms_min"] * (1 + 1e-6)
+        for page in (plot(profile, "maps"), quantdiff.compare(profile).plot("maps")):
+            assert ("1/√n" in [text.get_text() for text in page.axes[2].texts]) == bounded
+    assert min(site.summary["context_rms_min"] for site in sinks.maps) < 24**-0.5
 
 
 def test_without_maps(profiles, tmp_path):

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from quantdiff import CalibrationTable, UsageError, calibrate
+from quantdiff.analysis.profiling import profile_text
 from quantdiff.calibration import TextWindows
 from quantdiff.quantization import Scheme
 from tests.calibration.test_table import EVERY
+from tests.hooks.test_any_module import NanoGPT, make
 from tests.tiny import VOCABULARY, tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 LENGTHS = (24, 9, 17, 24, 5, 12)
@@ -50,6 +52,22 @@ def test_counts_what_may_be_attended_once(table):
     assert table.data["source"] == "words.txt"
     assert table.data["fingerprint"] == windows().fingerprint
     assert table.model["layout"] == "halves"
+
+
+def test_a_module_that_says_nothing_of_itself(tmp_path):
+    class Plain(NanoGPT):
+        def forward(self, input_ids, attention_mask):
+            return super().forward(input_ids, is_causal=True)
+
+    plain, text = make(Plain), windows([part % 50 for part in WINDOWS])
+    with torch.no_grad():
+        profile = profile_text(plain, text)
+    calibrate(plain, text).save(tmp_path)
+    table = CalibrationTable.load(tmp_path)
+    assert table.model["name"] == table.model["family"] == profile.model["name"] == "Plain"
+    for ours, theirs in zip(table.sites, profile.attention_logits.sites, strict=True):
+        assert (ours.count == sum(n * (n + 1) // 2 for n in LENGTHS)).all()
+        assert ours.max.tolist() == theirs.max.tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

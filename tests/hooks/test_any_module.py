@@ -243,6 +243,27 @@ def test_keys_that_all_sequences_share(compiled):
     assert entropy[0] == pytest.approx(entropy[1], rel=1e-6)
 
 
+class Routed(Block):
+    """A block with more experts than the model has layers."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.experts = nn.ModuleList(nn.Linear(D, 8 * D) for _ in range(4))
+
+    def forward(self, x, **options):
+        x = super().forward(x, **options)
+        return x + sum(expert(x).unflatten(-1, (8, D)).mean(-2) for expert in self.experts)
+
+
+def test_experts_are_not_taken_for_the_layers():
+    model = make(NanoGPT, layers=0)
+    model.blocks = nn.ModuleList(make(Routed, is_causal=True) for _ in range(2))
+    with torch.no_grad(), record(model) as recorder:
+        model(IDS)
+    profile = check(recorder, model, CAUSAL)
+    assert [site.name for site in profile.hidden_states.sites] == ["blocks.0", "blocks.1"]
+
+
 def test_layers_that_the_user_names():
     model = make(NanoGPT, is_causal=True)
     with torch.no_grad(), record(model, layers=["blocks.0", "blocks.1", "blocks.2"]) as recorder:

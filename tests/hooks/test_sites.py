@@ -11,6 +11,7 @@ from torch import nn
 from transformers import StaticCache
 
 from quantdiff import Profile, RecordingError, UsageError, record
+from quantdiff.errors import LeftAloneWarning
 from quantdiff.statistics.storage import to_json
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
@@ -411,6 +412,32 @@ class TestProfile:
                 if one is not other:
                     with pytest.raises(UsageError, match="cannot be merged"):
                         one.merge(other)
+
+
+class Mixer(nn.Module):
+    """An attention of torch's own beside the model's, whose output projection no hook sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.linear(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_a_linear_module_that_is_used_past_its_hooks_is_left_out():
+    model = tiny_llama()
+    model.model.layers[1].mlp = Mixer().eval()
+    words = r"layers\.1\.mlp\.attention\.out_proj is used by torch.* are not recorded"
+    with pytest.warns(LeftAloneWarning, match=words):
+        recorder = record(model, sites=("linear_inputs",))
+    with torch.no_grad(), recorder:
+        model(tiny_ids())
+    sites = recorder.profile().linear_inputs.sites
+    assert all(site.count.all() for site in sites)
+    names = [site.name for site in sites if ".1.mlp" in site.name]
+    assert names == ["model.layers.1.mlp.linear"]
 
 
 class TestRefusals:
