@@ -69,12 +69,14 @@ def staged_folder(
         UsageError: `out` holds another run, is no folder, or cannot be written.
     """
     out = Path(out)
-    place = out.resolve()  # a link stays one
     try:
-        _recover(place)
+        place = out.resolve()  # a link stays one
+        _recover(place, marker)
         there = (place / marker).exists()
     except OSError as error:
         raise _refusal(out, error) from None
+    except RuntimeError:  # of Python before 3.13
+        raise UsageError(f"{out} is a link that leads to itself; choose another --out") from None
     if there and not overwrite:
         raise UsageError(
             f"{out} holds another run ({marker}); choose another --out or pass --overwrite"
@@ -105,12 +107,16 @@ def staged_folder(
         raise
 
 
-def _recover(out: Path) -> None:
-    """Give a run its name back whose replacement was killed between two renames."""
-    if out.exists():
-        return
+def _recover(out: Path, marker: str) -> None:
+    """Give a run its name back whose replacement was killed between two renames.
+
+    One that was replaced, and whose remains were left, must not come back later: it is removed.
+    """
     earlier = [path for path in out.parent.glob(f".*{_EARLIER}") if path.stem == f".{out.name}"]
-    if earlier:
+    if (out / marker).exists():
+        for path in earlier:
+            shutil.rmtree(path, ignore_errors=True)
+    elif earlier and not out.exists():
         with suppress(OSError):
             max(earlier, key=lambda path: path.stat().st_ctime).rename(out)
 
@@ -128,18 +134,18 @@ def _stage(out: Path, owned: Sequence[str], made: list[Path]) -> Path:
     if not out.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(out))
     stage = Path(tempfile.mkdtemp(dir=out, prefix=_STAGED))
-    if _alone(out, owned):
+    if _alone(out, owned, stage):
         # Fails for a mount, and in a parent that may not be written.
         with suppress(OSError):
             return stage.rename(out.with_name(f".{out.name}.{stage.name.removeprefix(_STAGED)}"))
     return stage
 
 
-def _alone(out: Path, owned: Sequence[str]) -> bool:
-    """Whether nobody works in a folder: no shell that started this, and no other run."""
-    own = {Path(pattern).parts[0] for pattern in owned}
+def _alone(out: Path, owned: Sequence[str], stage: Path) -> bool:
+    """Whether nobody else works in a folder: no shell that started this, and no other run."""
+    own = {Path(pattern).parts[0] for pattern in owned} | {stage.name}
     folders = {path.name for path in out.iterdir() if path.is_dir() and not path.is_symlink()}
-    if any(not name.startswith(_STAGED) for name in folders - own):
+    if folders - own:
         return False
     try:
         return not Path.cwd().is_relative_to(out)
@@ -154,7 +160,9 @@ def _deliver(stage: Path, out: Path, marker: str, owned: Sequence[str]) -> None:
         return
     earlier = {out / marker, *(path for pattern in owned for path in out.glob(pattern))}
     earlier = {path for path in earlier if not path.is_dir()}
-    if stage.parent == out or not _swapped(stage, out, earlier):
+    # Asked again: hours may have passed, and the folder may be new.
+    beside = stage.parent != out and _alone(out, owned, stage)
+    if not (beside and _swapped(stage, out, earlier)):
         _move(stage, out, marker, earlier)
 
 
@@ -174,7 +182,6 @@ def _swapped(stage: Path, out: Path, earlier: set[Path]) -> bool:
             path.name
             for path in paths
             if path in earlier
-            or path.name.startswith(_STAGED)
             or (not path.is_dir() and os.path.lexists(stage / path.relative_to(out)))
         ]
 

@@ -137,6 +137,43 @@ def test_folders_of_other_runs_are_not_renamed(tmp_path):
     assert held(tmp_path / "out") == NEW | {"sweep/results.jsonl": "1"}
 
 
+def test_a_run_that_writes_within_the_folder_is_left_alone(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    fill(out, EARLIER)
+    monkeypatch.chdir(out)
+    with staged_folder(".", marker="other.json", owned=("other-*",), overwrite=False) as stage:
+        fill(stage, {"other.json": "other"})
+        monkeypatch.chdir(tmp_path)
+        replace(out)
+        assert (stage / "other.json").exists()
+    assert held(out) == NEW | {"other.json": "other"}
+
+
+def test_a_folder_that_came_meanwhile_keeps_its_place(tmp_path):
+    out = tmp_path / "out"
+    with staged_folder(out, marker="run.json", owned=OWNED, overwrite=True) as stage:
+        fill(stage, NEW)
+        fill(out, {"sweep/results.jsonl": "1"})
+        known = out.stat().st_ino
+    assert out.stat().st_ino == known
+    assert held(out) == NEW | {"sweep/results.jsonl": "1"}
+
+
+def test_what_was_replaced_does_not_come_back(tmp_path):
+    """Killed behind the two renames."""
+    out = tmp_path / "out"
+    fill(out, NEW)
+    fill(tmp_path / ".out.abcdefgh-earlier", EARLIER)
+    replace(out)
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+def test_a_link_that_leads_to_itself(tmp_path):
+    (tmp_path / "out").symlink_to("out")
+    with pytest.raises(UsageError, match="out "):
+        replace(tmp_path / "out")
+
+
 def test_a_name_that_no_folder_can_have(tmp_path):
     out = tmp_path / ("n" * 300)
     with (

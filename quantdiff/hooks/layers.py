@@ -55,13 +55,17 @@ def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, lis
 def block_list(model: nn.Module) -> Layers:
     """The largest list of like blocks of a model that says nothing about itself.
 
-    Where modules are known to attend, lists without any, as of experts, are left out.
+    Lists within blocks that are known to attend, as of experts, are left out.
 
     Raises:
         RecordingError: there is none; the remedy is to name the layers.
     """
     lists = {name: module for name, module in model.named_modules() if _alike(module)}
-    lists = {name: module for name, module in lists.items() if _attends(module)} or lists
+    attending = {module for module in lists.values() if _attends(module)}
+    within = {inner for module in attending for block in module for inner in block.modules()}
+    lists = {
+        n: module for n, module in lists.items() if module in attending or module not in within
+    }
     several = {module for module in lists.values() if len(module) > 1}
     best, size = None, (False, 0)
     for name, module in lists.items():

@@ -11,8 +11,8 @@ from quantdiff.hooks.passes import Pass
 
 __all__ = ["in_order", "input_rows", "input_width", "linear_modules", "past_hooks"]
 
-_EXPERTS = re.compile(r"(?!shared)(\w+_)?experts?(_?\d+)?", re.IGNORECASE)
-_ROUTER = re.compile("router|gate$", re.IGNORECASE)
+# What stands before or behind experts that are shared, or before and behind all, sees all tokens.
+_EXPERT = re.compile(r"(?!.*shared)(?!.*(pre|post)_expert)(?!.*expert_gate).*expert", re.IGNORECASE)
 
 
 def linear_modules(found: Found) -> dict[str, nn.Module]:
@@ -49,10 +49,9 @@ def in_order(found: Found, name: str) -> bool:
     parts = name[len(outer) :].split(".")[1:]
     places = [".".join([outer, *parts[:end]]) for end in range(1, len(parts))]
     lists = any(isinstance(found.modules[p], nn.ModuleList | nn.ModuleDict) for p in places)
-    experts = [end for end, part in enumerate(parts) if _EXPERTS.fullmatch(part)]
-    # A router may stand among the experts, and is shown all tokens.
-    routes = bool(experts) and any(_ROUTER.search(part) for part in parts[experts[-1] + 1 :])
-    return not lists and (not experts or routes)
+    expert = any(_EXPERT.match(part) for part in parts)
+    routes = any("router" in part.lower() for part in parts)  # it may stand among the experts
+    return not lists and (not expert or routes)
 
 
 def input_rows(name: str, x: Tensor, now: Pass, found: Found) -> Tensor:

@@ -139,9 +139,8 @@ class Pass:
         heads = call.query.shape[1] if per_head else None
         # It may be filled anew, in place, for the next layer; torch counts that outside of
         # inference mode alone.
-        filled = isinstance(mask, Tensor)
-        version = mask._version if filled and not mask.is_inference() else None
-        content = mask.clone() if filled and version is None else None
+        uncounted = isinstance(mask, Tensor) and mask.is_inference()
+        version = mask._version if isinstance(mask, Tensor) and not uncounted else None
         key = (
             type(call), id(mask), version, getattr(call, "implementation", None), heads,
             call.key.shape[2], options.get("sliding_window"), options.get("is_causal"),
@@ -149,7 +148,7 @@ class Pass:
             getattr(call, "window", None), getattr(call, "packed", None),
         )  # fmt: skip
         known = self.masks.get(key)
-        if known is not None and content is not None and not torch.equal(known[0][1], content):
+        if known is not None and uncounted and not torch.equal(known[0][1], mask):
             known = None
         if known is None:
             visible, bias = read()
@@ -157,6 +156,7 @@ class Pass:
                 self._adopt(visible, call.key.shape[2])
             visible = visible.only(self.batch.real.to(visible.stop.device))
             # Holding the mask keeps its id from being used again.
+            content = mask.clone() if uncounted else None
             known = self.masks[key] = ((mask, content), visible, bias)
         return known[1], known[2]
 

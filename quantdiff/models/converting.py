@@ -183,11 +183,12 @@ def _check_out(source: Path, out: Path, overwrite: bool) -> None:
     """Refuse a folder whose files are not a conversion's to replace."""
     if out.resolve() == source.resolve():
         raise UsageError(f"{out} is the source itself; choose another --out")
-    if not out.is_dir() or not any(out.iterdir()):
-        return
+    if not out.is_dir() or all(path.name.startswith(".staged-") for path in out.iterdir()):
+        return  # new, or what a killed run left behind
     if not overwrite:
         raise UsageError(f"{out} exists and is not empty; choose another --out or pass --overwrite")
-    if not (out / "config.json").is_file():
+    # One that was killed while its files were moved one by one has it here or still in the stage.
+    if not any((folder / "config.json").is_file() for folder in (out, *out.glob(".staged-*"))):
         raise UsageError(
             f"{out} holds files but no model that could be replaced (no config.json); choose "
             "another --out"

@@ -8,8 +8,9 @@ DEFINITIONS = {
     "grid": "symmetric: integers −(2^(b−1)−1) … 2^(b−1)−1, step = absmax / (2^(b−1)−1) in fp32, "
     "round half to even; asymmetric: integers 0 … 2^b−1 with an integer zero point",
     "range": "dynamic: from the values themselves; absmax, percentile, mse, entropy: from a "
-    "calibration. tensor: one range for a layer's values of one sequence, all heads and branches, "
-    "or for a weight matrix; head: for a head of one sequence; row: for a query; token: for a "
-    "token; channel: of keys and values for one of a head's over all tokens, of weights for an "
-    "output; group:N: for N neighbouring channels of a token, or inputs of an output",
+    "calibration; dynamic ones are of one sequence, static ones of all. tensor: one range for a "
+    "layer's values, all heads and branches, or for a weight matrix; head: for a head; row: for a "
+    "query; token: for a token, of keys and values in one head; channel: of keys and values for "
+    "one of a head's over all tokens, of weights for an output; group:N: for N neighbouring "
+    "channels of a token, or inputs of an output",
 }

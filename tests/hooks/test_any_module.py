@@ -264,6 +264,33 @@ def test_experts_are_not_taken_for_the_layers():
     assert [site.name for site in profile.hidden_states.sites] == ["blocks.0", "blocks.1"]
 
 
+class Mixing(NanoGPT):
+    """Most of its blocks do not attend, and stand in a list beside those that do."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        pair = [(D, 32 * D), (32 * D, D)]
+        self.mixers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(*sizes) for sizes in pair)) for _ in range(6)
+        )
+
+    def forward(self, ids, **options):
+        x = torch.ones(*ids.shape, D)
+        for mixer in self.mixers:
+            x = mixer(x)
+        return super().forward(ids, **options) + x.mean()
+
+
+def test_blocks_that_do_not_attend_are_not_dropped_in_silence():
+    model = make(Mixing, is_causal=True)
+    with torch.no_grad(), record(model), pytest.raises(RecordingError, match="outside"):
+        model(IDS)
+    names = [f"mixers.{i}" for i in range(6)] + [f"blocks.{i}" for i in range(3)]
+    with torch.no_grad(), record(model, layers=names) as recorder:
+        model(IDS)
+    assert [site.name for site in recorder.profile().hidden_states.sites] == names
+
+
 def test_layers_that_the_user_names():
     model = make(NanoGPT, is_causal=True)
     with torch.no_grad(), record(model, layers=["blocks.0", "blocks.1", "blocks.2"]) as recorder:
