@@ -22,7 +22,7 @@ from quantdiff.analysis.sweep import SweepResults, make_grid, sweep
 from quantdiff.analysis.sweep.lines import NO_WAY, lines, measures, way_label
 from quantdiff.analysis.sweep.mixed import plan_bits
 from quantdiff.analysis.sweep.ranking import plot_sensitivity
-from quantdiff.analysis.text import four_digits
+from quantdiff.analysis.text import four_digits, slug
 from quantdiff.files import write_bytes
 from quantdiff.quantization import Scheme, schemes
 from quantdiff.quantization.scheme import SITES
@@ -162,8 +162,9 @@ def layers_content(folder):
         SweepResults.load(folder / name) for name in ("search", "other", "unseen")
     )
     rows = [
-        f"| model | site | rank correlation at {RANKED} bits | average bits | KL of the search | "
-        f"KL on unseen text | uniform bits | KL on unseen text |",
+        f"| model | site | rank correlation at {RANKED} bits | average bits | "
+        "sum of the layers' KL, search text | KL on unseen text | uniform bits | "
+        "KL on unseen text |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     figures = []
@@ -178,7 +179,7 @@ def layers_content(folder):
                 f"| {model} | {site.replace('_', ' ')} | {ranks:.3f} | {told['average']:.2f} | "
                 f"{expected} | {mixed} | {told['uniform']} | {uniform} |"
             )
-            name = f"bits_layers_{model.rpartition(':')[2]}_{site}"
+            name = f"bits_layers_{slug(model)}_{site}"
             save_page(plot_sensitivity(one), DOCS / "figures" / name)
             words = f"KL of {model}, one layer's {site.replace('_', ' ')} at a time"
             figures.append(f"![{words}](figures/{name}.png)")

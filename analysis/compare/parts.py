@@ -8,6 +8,7 @@ import pandas as pd
 
 from quantdiff.analysis.report.content import Shown, Table, Warned
 from quantdiff.analysis.text import four_digits, number, two_digits
+from quantdiff.export.card import percent
 
 __all__ = ["Keys", "constant", "joined", "numbered", "table", "together", "warned", "words"]
 
@@ -92,8 +93,8 @@ _FORMS: dict[str, Shown] = {
     "bits_per_weight": "{:.2f}".format,
     "perplexity": "{:,.3f}".format,
     "source_perplexity": "{:,.3f}".format,
-    "kl": "{:.5f}".format,
-    "agreement": "{:.2%}".format,
+    "kl": four_digits,
+    "agreement": percent,
     "moved_median": "{:.1%}".format,
     "moved_largest": "{:.1%}".format,
     "tokens": "{:,}".format,

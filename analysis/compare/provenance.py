@@ -22,6 +22,7 @@ from quantdiff.analysis.text import literal
 from quantdiff.calibration.table import SITE
 from quantdiff.export.card import scheme_in_words
 from quantdiff.quantization import Scheme
+from quantdiff.quantization.remedy import remedy
 
 __all__ = ["definitions", "provenance"]
 
@@ -142,7 +143,7 @@ def _sweep(run: SweepRun) -> Iterator[Row]:
                 "sequence_length": settings.get("seq_len"),
                 "state": _state(run, mine),
                 "scheme": "; ".join(_schemes(run, model, evaluation)) or None,
-                "calibrated_on": _calibrated_on(about),
+                "calibrated_on": _calibrated_on(about, mine),
                 "versions": _versions(record["versions"]),
                 "command": "; ".join(record["commands"]) or None,
             }
@@ -170,12 +171,22 @@ def _schemes(run: SweepRun, model: str, evaluation: str) -> list[str]:
     return [f"{way}: {', '.join(map(str, widths))} bits" for way, widths in found.items()]
 
 
-def _calibrated_on(about: Mapping[str, Any]) -> str | None:
-    """What a model's static ranges and remedies saw, by its entry in `sweep.json`."""
+def _calibrated_on(about: Mapping[str, Any], mine: list[Row]) -> str | None:
+    """What static ranges and remedies saw, where cells of an evaluation used any.
+
+    Args:
+        about: the model's entry in `sweep.json`.
+        mine: the cells.
+    """
+    options = [row["options"] for row in mine]
+    used = {
+        "calibration": any("calibration" in one for one in options),
+        "remedies": any("remedy" in one and remedy(one["remedy"]).reads for one in options),
+    }
     told = [
         f"{what} on {_text((about.get(entry) or {})['data'])}"
         for entry, what in _CALIBRATED.items()
-        if (about.get(entry) or {}).get("data")
+        if used[entry] and (about.get(entry) or {}).get("data")
     ]
     return "; ".join(told) or None
 

@@ -37,9 +37,9 @@ from quantdiff.errors import QuantizationError, UsageError, require
 __all__ = ["COSTS", "Harness", "build"]
 
 # Of lm-eval's metrics those of which it is known; its tasks may bring others.
-COSTS = {"acc": -1, "acc_norm": -1, "exact_match": -1, "f1": -1} | dict.fromkeys(
-    ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"), 1
-)
+_BETTER = ("acc", "acc_norm", "acc_bytes", "acc_all", "acc_mutual_info", "exact_match", "f1")
+_WORSE = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+COSTS = dict.fromkeys(_BETTER, -1) | dict.fromkeys(_WORSE, 1)
 
 
 @dataclass

@@ -44,6 +44,7 @@ _ROW = 1.75  # inches of a row of panels
 _AROUND = 0.45  # inches of the title
 _UNDER = 0.15  # inches of a line beneath a panel's title
 _LETTERS = 14  # to an inch
+_BESIDE = 0.6  # inches that a panel leaves to its axis
 _APART = 0.06  # of the step between two widths, so that error bars do not lie on each other
 _SPREAD = 0.36  # of that step at most for all lines together
 _DASHED = ", asymmetric"
@@ -98,21 +99,25 @@ def plot_sweep(
         panel = rows[0][0]
         looks = _looks(results, kind, [name for name, _ in panel.curves], called)
         with style():
-            lacking = _left_out(panel, called)
-            _draw(ax, panel, looks, _scale(ax, [panel]), lacking, published=published)
+            under = _wrapped(_left_out(panel, called), ax.bbox.width / ax.figure.dpi)
+            _draw(ax, panel, looks, _scale(ax, [panel]), under, published=published)
             for text in ax.legend().get_texts():
                 text.set_parse_math(False)
         return ax
     with style():
         columns = max(map(len, rows))
         same = same_in(panel.way for row in rows for panel in row)
+        width = DOUBLE if columns > 1 else SINGLE
         under = {
-            id(panel): [*_own_way(kind, panel, rows, same), *_left_out(panel, called)]
+            id(panel): _wrapped(
+                [*_own_way(kind, panel, rows, same), *_left_out(panel, called)],
+                width / columns - _BESIDE,
+            )
             for row in rows
             for panel in row
         }
         room = _UNDER * max(map(len, under.values()))
-        page = Page(DOUBLE if columns > 1 else SINGLE, _AROUND + (_ROW + room) * len(rows))
+        page = Page(width, _AROUND + (_ROW + room) * len(rows))
         set_title(page, *_title(kind, rows, called, same))
         grid = page.subplots(len(rows), columns, squeeze=False)
         drawn_names = dict.fromkeys(name for row in rows for p in row for name, _ in p.curves)
@@ -224,11 +229,17 @@ def _own_way(
 
 def _left_out(panel: Panel, called: Mapping[str, str]) -> list[str]:
     """Which models are not in a panel, for they were not quantized in its way."""
-    names = [literal(called[model]) for model in panel.left_out]
-    if not names:
+    if not panel.left_out:
         return []
+    short = shorten_apart((literal(called[model]) for model in panel.left_out), _NAME)
+    names = list(short.values())
     who = " and ".join(names) if len(names) <= _FEW else f"{len(names)} models"
     return [f"without {who}, not quantized so"]
+
+
+def _wrapped(sentences: Sequence[str], inches: float) -> list[str]:
+    """Lines that fit above a panel of some width."""
+    return [line for told in sentences for line in textwrap.wrap(told, int(inches * _LETTERS))]
 
 
 def _looks(
@@ -260,7 +271,7 @@ def _draw(
     *,
     published: bool,
 ) -> None:
-    """Draw a panel; `under` stands beneath its title."""
+    """Draw a panel; the lines of `under` stand beneath its title."""
     # The paper quantized the logits alone.
     comparable = panel.way.site in (None, "attention_logits")
     paper = FIGURE_8 if published and panel.measure.is_accuracy and comparable else {}
@@ -284,9 +295,7 @@ def _draw(
     ax.set_xlabel("bits")
     ax.set_ylabel(panel.label, parse_math=False)
     room = int(ax.bbox.width / ax.figure.dpi * _LETTERS)
-    told = [line for sentence in under for line in textwrap.wrap(sentence, room)]
-    title = [shorten(literal(panel.title), room), *told]
-    ax.set_title("\n".join(title), parse_math=False)
+    ax.set_title("\n".join([shorten(literal(panel.title), room), *under]), parse_math=False)
 
 
 def _points(line: Line, places: Mapping[int, int]) -> tuple[Any, Any, Any]:

@@ -78,12 +78,13 @@ def panels(
         for measure in measures(results)
         if evaluation in (None, measure.evaluation) and metric in (None, measure.metric)
     ]
-    found = {measure: _chosen(lines(results, measure), way or {}) for measure in wanted}
+    every = {measure: lines(results, measure) for measure in wanted}
+    found = {measure: _chosen(of_one, way or {}) for measure, of_one in every.items()}
     found = {measure: of_one for measure, of_one in found.items() if of_one}
     if not found:
         raise UsageError("there is nothing to draw: no finished cell is what was asked for")
     if kind == "bits":
-        row = [_bits_panel(measure, of_one) for measure, of_one in found.items()]
+        row = [_bits_panel(measure, of_one, every[measure]) for measure, of_one in found.items()]
         return _wrapped(row)
     if metric is None:  # the main one of each evaluation
         first = {measure.evaluation: measure for measure in reversed(found)}
@@ -123,11 +124,11 @@ def _chosen(of_one: list[Line], way: Mapping[str, Any]) -> list[Line]:
     ]
 
 
-def _bits_panel(measure: Measure, of_one: list[Line]) -> Panel:
+def _bits_panel(measure: Measure, of_one: list[Line], every: list[Line]) -> Panel:
     first = _first_way(of_one)
     curves = tuple((line.model, line) for line in of_one if line.way in (first, NO_WAY))
     drawn = {model for model, _ in curves}
-    left_out = dict.fromkeys(line.model for line in of_one if line.model not in drawn)
+    left_out = dict.fromkeys(line.model for line in every if line.model not in drawn)
     return Panel(measure.source, measure.metric, measure, curves, tuple(left_out))
 
 

@@ -13,8 +13,10 @@ import quantdiff
 from quantdiff.analysis.published import FIGURE_8, TABLE_5
 from quantdiff.analysis.report import Figure, Table, Warned, read_table, write_report
 from quantdiff.analysis.sweep.record import read_record, write_record
+from quantdiff.analysis.sweep.results import ResultsFile
 from tests.analysis.compare.conftest import (
     evaluated,
+    line,
     recorded,
     windows,
     write_checkpoint,
@@ -121,16 +123,25 @@ class TestReport:
             data = {"source": "corpus:train", "tokens": 4096, "fingerprint": mark * 64}
             return {"fingerprint": "x", "data": data}
 
-        told = {"evaluations": {"perplexity": evaluated("perplexity")}, "device": "cuda",
+        names = ("perplexity", "divergence", "noise")
+        told = {"evaluations": {name: evaluated(name) for name in names}, "device": "cuda",
                 "attention": "eager", "calibration": seen("1"), "remedies": seen("2")}  # fmt: skip
-        folder = write_sweep(tmp_path / "s", {"m": told}, [("m", "perplexity", 16, windows(0))])
+        folder = write_sweep(tmp_path / "s", {"m": told}, [])
+        plain = {"symmetric": True}
+        options = [plain | {"calibration": "x"}, plain | {"remedy": "smooth:0.5"},
+                   plain | {"remedy": "rotate"}]  # fmt: skip
+        write_record(folder, read_record(folder) | {"cells": list("abc")})
+        rows = [line(cell, "m", name, 8, "snr", value=2.0, options=of_cell)
+                for cell, name, of_cell in zip("abc", names, options, strict=True)]  # fmt: skip
+        ResultsFile(folder).append(rows)
         comparison = quantdiff.compare(folder)
-        (row,) = comparison.provenance().itertuples()
-        assert (row.device, row.attention) == ("cuda", "eager")
-        assert row.calibrated_on == (
-            f"static ranges on 4,096 tokens of corpus:train ({'1' * 12}); "
-            f"remedies on 4,096 tokens of corpus:train ({'2' * 12})"
-        )
+        frame = comparison.provenance()
+        assert (frame["device"].iloc[0], frame["attention"].iloc[0]) == ("cuda", "eager")
+        assert frame["calibrated_on"].fillna("nothing").tolist() == [
+            f"static ranges on 4,096 tokens of corpus:train ({'1' * 12})",
+            f"remedies on 4,096 tokens of corpus:train ({'2' * 12})",
+            "nothing",  # a rotation does not read
+        ]
         columns = {"device", "attention", "calibrated_on"}
         assert columns <= set(by_key(comparison)["runs"].frame)
 

@@ -1,6 +1,7 @@
 """Tables and figures of a sweep."""
 
 import io
+import warnings
 
 import pandas as pd
 import pytest
@@ -241,6 +242,25 @@ class TestFigure:
         (ax,) = self.axes(plot_sweep(results(rows)))
         assert len(ax.containers) == 1
         assert " ".join(ax.get_title().split()) == "perplexity without other, not quantized so"
+
+    def test_a_panel_names_models_of_other_sites_too(self, results):
+        rows = [*made_up(["m"], WAYS[:1]),
+                row("o", "other", ("dynamic", "channel", True), 4, site="weights")]  # fmt: skip
+        (ax,) = self.axes(plot_sweep(results(rows), way={"site": "attention_logits"}))
+        assert " ".join(ax.get_title().split()) == "perplexity without other, not quantized so"
+
+    def test_names_of_any_length_leave_room_for_the_panels(self, results):
+        metrics = ["perplexity", "nll", "kl"]
+        far = [f"runs/{letter * 80}/checkpoint-{letter}" for letter in "op"]
+        rows = made_up(["m"], WAYS[:1], metrics)
+        rows += [row(m[-1] + metric, m, ("mse", "tensor", True), 4, metric=metric)
+                 for m in far for metric in metrics]  # fmt: skip
+        page = plot_sweep(results(rows))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of a layout that could not be
+            page.draw_without_rendering()
+        for ax in self.axes(page):
+            assert ax.bbox.height / page.dpi > 0.9
 
     def test_models_of_names_that_are_long_and_alike_are_all_named(self, results):
         page = plot_sweep(results(made_up(LONG, WAYS[:1])))
