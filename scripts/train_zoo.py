@@ -248,7 +248,7 @@ def draw(out: Path, kinds: list[str]) -> None:
                 color=colors[kind], label=kind,
             )  # fmt: skip
         axes.set(xlabel="training tokens (millions)", ylabel="loss (nats a token)")
-        axes.legend(title="held out; pale: training")
+        axes.legend(title="held out; pale: training", title_fontsize="medium")
     page.savefig(out / "curves.png")
 
 
