@@ -99,8 +99,8 @@ def plot_sweep(
         panel = rows[0][0]
         looks = _looks(results, kind, [name for name, _ in panel.curves], called)
         with style():
-            under = _wrapped(_left_out(panel, called), ax.bbox.width / ax.figure.dpi)
-            _draw(ax, panel, looks, _scale(ax, [panel]), under, published=published)
+            lacking = _wrapped(_left_out(panel, called), ax.bbox.width / ax.figure.dpi)
+            _draw(ax, panel, looks, _scale(ax, [panel]), lacking, published=published)
             for text in ax.legend().get_texts():
                 text.set_parse_math(False)
         return ax
