@@ -1,15 +1,20 @@
 """The linear modules of a model's layers, and their inputs as tokens."""
 
 import re
+import warnings
+from collections.abc import Mapping
+from typing import TypeVar
 
 from torch import Tensor, nn
 
-from quantdiff.errors import RecordingError
+from quantdiff.errors import LeftAloneWarning, RecordingError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
 from quantdiff.hooks.passes import Pass
 
-__all__ = ["in_order", "input_rows", "input_width", "linear_modules", "past_hooks"]
+__all__ = ["hooked", "in_order", "input_rows", "input_width", "linear_modules"]
+
+T = TypeVar("T")
 
 # What stands before or behind experts that are shared, or before and behind all, sees all tokens.
 _EXPERT = re.compile(r"(?!.*shared)(?!.*(pre|post)_expert)(?!.*expert_gate).*expert", re.IGNORECASE)
@@ -26,10 +31,30 @@ def linear_modules(found: Found) -> dict[str, nn.Module]:
     }
 
 
-def past_hooks(found: Found, name: str) -> bool:
-    """Whether a linear module is one that its owner computes with by its weight alone."""
-    owner, _, own = name.rpartition(".")
-    return own == "out_proj" and isinstance(found.modules.get(owner), nn.MultiheadAttention)
+def hooked(found: Found, modules: Mapping[str, T], done: str) -> dict[str, T]:
+    """Those of some linear modules that are called, and not used by their weight alone.
+
+    Warns of the others.
+
+    Args:
+        found: what is known of the model.
+        modules: by name.
+        done: to the inputs of those that are called, such as "recorded".
+    """
+    past = [
+        name
+        for name in modules
+        if name.endswith(".out_proj")
+        and isinstance(found.modules.get(name.rpartition(".")[0]), nn.MultiheadAttention)
+    ]
+    if past:
+        warnings.warn(
+            f"{past[0]} is used by torch.nn.MultiheadAttention past any hook: its linear_inputs, "
+            f"and those of others like it, are not {done}",
+            LeftAloneWarning,
+            stacklevel=3,
+        )
+    return {name: module for name, module in modules.items() if name not in past}
 
 
 def input_width(module: nn.Module) -> int:

@@ -1,6 +1,5 @@
 """Sites that are recorded on request: inputs of linear modules, keys, values."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
@@ -10,12 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quantdiff.errors import LeftAloneWarning, RecordingError
+from quantdiff.errors import RecordingError
 from quantdiff.hooks.complete import check_once
 from quantdiff.hooks.entrance import in_backward
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
-from quantdiff.hooks.linears import input_rows, input_width, linear_modules, past_hooks
+from quantdiff.hooks.linears import hooked, input_rows, input_width, linear_modules
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.sequences import Batch
 from quantdiff.hooks.shown import show
@@ -56,16 +55,7 @@ class Sites:
         # By kind, module and the first of the heads that a call shows.
         self._shown: dict[tuple[str, str, int], SiteStatistics] = {}
         if "linear_inputs" in self._wanted:
-            modules = linear_modules(found)
-            unseen = [name for name in modules if past_hooks(found, name)]
-            if unseen:
-                warnings.warn(
-                    f"{unseen[0]} is used by torch.nn.MultiheadAttention past any hook: its "
-                    "linear_inputs, and those of others like it, are not recorded",
-                    LeftAloneWarning,
-                    stacklevel=2,
-                )
-            seen = {name: m for name, m in modules.items() if name not in unseen}
+            seen = hooked(found, linear_modules(found), "recorded")
             for number, (name, module) in enumerate(seen.items()):
                 site = self._site(name, 1, input_width(module))
                 self._linears[name] = number, module, site

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quantdiff.errors import LeftAloneWarning, QuantizationError
 from quantdiff.hooks.found import Found
 from quantdiff.hooks.layers import layer_of
-from quantdiff.hooks.linears import in_order, linear_modules, past_hooks
+from quantdiff.hooks.linears import hooked, in_order, linear_modules
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
 from quantdiff.quantization.chosen import Schemes
@@ -83,15 +83,7 @@ class LinearInputs:
 
     def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
         modules = chosen_linears(found, schemes, "linear_inputs")
-        unseen = [name for name in modules if past_hooks(found, name)]
-        if unseen:
-            warnings.warn(
-                f"{unseen[0]} is used by torch.nn.MultiheadAttention past any hook: its "
-                "linear_inputs, and those of others like it, are not quantized",
-                LeftAloneWarning,
-                stacklevel=2,
-            )
-        self._modules = {name: m for name, m in modules.items() if name not in unseen}
+        self._modules = hooked(found, modules, "quantized")
         self._found, self._runs = found, runs
         self._local = threading.local()  # fired: whether a module was seen in this thread's pass
         self._ends = {
