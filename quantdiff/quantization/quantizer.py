@@ -1,13 +1,13 @@
 """`fake_quantize`: a model computes with quantized values for the time of a `with` block."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, Self
 
 from torch import nn
 
 from quantdiff.errors import QuantizationError, RecordingError, UsageError
-from quantdiff.hooks.entrance import Entrance, is_entered
+from quantdiff.hooks.entrance import Entrance, arguments, is_entered
 from quantdiff.hooks.found import Found, refuse
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
@@ -42,6 +42,26 @@ class _Part(Protocol):
 
 class _Runs(Runs):
     """The passes of a quantized model; recordings have their own."""
+
+    gives_weights = True  # whether attention may return its weights
+
+    def around(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a forward, but not one that is to return what is not computed."""
+        told = arguments(forward, args, kwargs).get("output_attentions")
+        if told is None:
+            told = getattr(getattr(module, "config", None), "output_attentions", False)
+        if told and not self.gives_weights:
+            raise QuantizationError(
+                "output_attentions asks for attention weights, which quantized attention never "
+                "holds; leave it off"
+            )
+        return super().around(module, forward, args, kwargs)
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -123,6 +143,7 @@ class FakeQuantizer:
                 self.clipping if count_clipped else None,
             )  # fmt: skip
             self._parts.append(self._attention)
+            self._runs.gives_weights = False
         for site, part in PARTS.items():
             if self.schemes.of(site) is not None:
                 self._parts.append(part(self._found, self._runs, self.schemes, table))

@@ -534,6 +534,20 @@ def test_contexts_may_be_left_in_any_order():
             assert "forward" not in vars(model.model)
 
 
+def test_weights_that_are_not_computed_are_not_returned():
+    model, ids = tiny_llama(attn_implementation="eager"), tiny_ids()
+    with torch.no_grad():
+        with fake_quantize(model, Scheme(SITE, 4)):
+            with pytest.raises(QuantizationError, match="output_attentions"):
+                model(input_ids=ids, output_attentions=True)
+            model(input_ids=ids, output_attentions=False)
+            model.config.output_attentions = True
+            with pytest.raises(QuantizationError, match="output_attentions"):
+                model(input_ids=ids)
+        with fake_quantize(model, Scheme("weights", 4)):
+            assert len(model(input_ids=ids).attentions) == model.config.num_hidden_layers
+
+
 def test_layers_that_a_recording_must_be_told():
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(8, 8), "second": torch.nn.Identity()})
     with pytest.raises(QuantizationError, match=r"no list of like blocks.*for recording alone"):
