@@ -35,7 +35,7 @@ GRIDS = {
 # Cells that a life finishes before it is killed, by chance.
 STEPS = {"ranges": (0, 0, 1, 1, 2), "sites": (10, 16)}
 TOKENS = {"ranges": 72, "sites": 24}
-EVALUATIONS = {"ranges": ("counted", "perplexity"), "sites": ("counted",)}
+EVALUATIONS = {"ranges": ("counted", "divergence"), "sites": ("counted",)}
 
 
 def run(kind, models, text, out):
@@ -60,8 +60,9 @@ def child(work):
 
 
 def cells(path):
-    """How many cells are written; the evaluations have two metrics each."""
-    return path.read_bytes().count(b"\n") // 2 if path.exists() else 0
+    """How many cells are written, as far as whole lines tell."""
+    whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return len({json.loads(line)["cell"] for line in whole})
 
 
 def words(log, identity):
