@@ -1,6 +1,7 @@
 """bitsandbytes: LLM.int8() and the 4-bit types NF4 and FP4."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ _TITLES = {
     "bnb-fp4": "4-bit floating-point weights of bitsandbytes",
 }
 
+_READERS = "transformers with bitsandbytes"
+_CPUS = (
+    "On CPUs with AVX-512, bitsandbytes itself computes 4-bit weights wrongly where rows are no "
+    "multiple of 64; quantdiff.load does not"
+)
+
 
 def _check(name: str, options: Options, _: torch.device) -> None:
     if name == "bnb-int8":
@@ -46,7 +53,21 @@ def _quantize(name: str, model: Any, options: Options) -> Any:
             bnb_4bit_compute_dtype=model.dtype,
             **kept,
         )
-    return copy_of(model, quantization_config=config, device_map={"": model.device})
+    copy = copy_of(model, quantization_config=config, device_map={"": model.device})
+    _compute_as_stored(copy)
+    return copy
+
+
+def _load(folder: Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    model = transformers_load(folder, device, dtype, trust_remote_code)
+    _compute_as_stored(model)
+    return model
+
+
+def _compute_as_stored(model: Any) -> None:
+    from quantdiff.models.bnb import compute_as_stored  # an import of seconds
+
+    compute_as_stored(model)
 
 
 FORMATS = {
@@ -54,12 +75,12 @@ FORMATS = {
         name=name,
         title=title,
         packages=("bitsandbytes", "accelerate"),
-        readers="transformers with bitsandbytes; vLLM reads the 4-bit ones",
+        readers=_READERS if name == "bnb-int8" else f"{_READERS}, and vLLM. {_CPUS}",
         snippet=SNIPPET,
         check=partial(_check, name),
         quantize=partial(_quantize, name),
         save=save_model,
-        load=transformers_load,
+        load=_load,
         rounds_activations=name == "bnb-int8",
     )
     for name, title in _TITLES.items()

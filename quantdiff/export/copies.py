@@ -74,8 +74,8 @@ def check_exportable(model: Any) -> None:
     if model.get_output_embeddings() is None:
         raise UsageError(f"{kind} has no language-model head: only causal models can be exported")
     for name, module in model.named_modules():
-        package = type(module).__module__.partition(".")[0]
-        if package in _QUANTIZERS or hasattr(module, "quantization_scheme"):
+        packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+        if packages.intersection(_QUANTIZERS) or hasattr(module, "quantization_scheme"):
             raise UsageError(
                 f"{name} of this model is quantized already ({type(module).__name__}): export the "
                 "model that it was made from"

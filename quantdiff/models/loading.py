@@ -188,6 +188,10 @@ def _open_model(
         check_keys(checkpoint.name, report)
         if checkpoint.gguf is not None:
             forget_gguf(model)
+        if getattr(model, "quantization_method", None) == "bitsandbytes":
+            from quantdiff.models.bnb import compute_as_stored
+
+            compute_as_stored(model)
         if model.device != device:
             model.to(device)
     return model.eval()

@@ -84,6 +84,36 @@ def test_what_is_loaded_is_what_was_computed(save, family, format_):
     check(folder)
 
 
+# Half of the widest gap between two values of the grid, relative to the largest value; scales of
+# ct-w4a16 may clip, and ct-w8a8 rounds the inputs too.
+STEPS = {
+    "bf16": 2**-8, "fp16": 2**-11, "bnb-int8": 0.5 / 127, "bnb-nf4": 0.152, "bnb-fp4": 0.167,
+    "quanto-int8": 0.5 / 127, "quanto-int4": 0.5 * 2 / 15, "quanto-int2": 0.5 * 2 / 3,
+    "quanto-fp8": 2**-4, "ct-w8a16": 0.5 / 127, "ct-w4a16": 0.3, "ct-w8a8": 1 / 127,
+    "gptq-8bit": 0.1, "gptq-4bit": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format_", HERE)
+def test_weights_are_those_of_the_source_but_for_rounding(save, format_):
+    """Rows here are no multiples of the blocks that some share a scale in."""
+    width = 160 if format_.startswith("gptq") else 172
+    model = tiny_llama(hidden_size=128, intermediate_size=width, head_dim=32)
+    folder = save(model, format_, calibration=WINDOWS)
+    found = 0
+    for loaded in (reloaded(folder), reloaded(folder, own=False)):
+        last_logits(loaded, [1, 2])  # compressed-tensors unpacks in the first pass
+        for name, module in model.model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                unit = torch.eye(module.in_features, dtype=loaded.dtype)
+                with torch.no_grad():
+                    effective = loaded.model.get_submodule(name)(unit).float().T
+                gap = (effective - module.weight).abs().max() / module.weight.abs().max()
+                assert gap <= 1.1 * STEPS[format_], name
+                found += 1
+    assert found == 2 * 14
+
+
 @pytest.mark.parametrize("format_", ["bnb-int8", "bnb-nf4", "quanto-int4", "ct-w4a16", "fp16"])
 def test_bf16_with_biases_and_grouped_queries(save, format_):
     model = tiny_llama(attention_bias=True, mlp_bias=True, num_key_value_heads=1).bfloat16()

@@ -1,0 +1,70 @@
+"""bitsandbytes' 4-bit modules: computed on a CPU with the weights as they are stored."""
+
+from typing import Any
+
+import torch
+from bitsandbytes.functional import dequantize_blockwise
+from bitsandbytes.nn.modules import Linear4bit, fix_4bit_weight_quant_state_from_module
+from torch import Tensor, nn
+
+__all__ = ["StoredLinear4bit", "compute_as_stored", "unpacked"]
+
+
+class StoredLinear4bit(Linear4bit):
+    """A `Linear4bit` that gives the same on every CPU.
+
+    bitsandbytes 0.50 does not. With AVX-512 it takes the scales of other blocks wherever rows are
+    no multiple of a block (64 weights), so that a feed-forward part 688 wide is noise. With
+    AVX512-BF16 it rearranges the weights in the first pass without gradients, rounds scales and
+    inputs to bf16 whatever the dtype of the model, and fails on widths other than multiples of 64
+    inputs and 32 outputs.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the weights.
+
+        Args:
+            x: (…, K).
+
+        Returns:
+            (…, N), computed in the module's compute dtype, in the dtype of `x`.
+        """
+        if x.device.type != "cpu":
+            result: Tensor = super().forward(x)
+            return result
+        fix_4bit_weight_quant_state_from_module(self)
+        if not self.compute_type_is_set:
+            self.set_compute_type(x)  # type: ignore[no-untyped-call]
+            self.compute_type_is_set = True
+        dtype = x.dtype if self.compute_dtype is None else self.compute_dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(x.to(dtype), unpacked(self.weight, dtype), bias).to(x.dtype)
+
+
+def unpacked(weight: Any, dtype: torch.dtype) -> Tensor:
+    """The values of a 4-bit weight on a CPU.
+
+    Args:
+        weight: of a `Linear4bit`, with its `quant_state`.
+        dtype: of the result.
+
+    Returns:
+        (N, K).
+    """
+    state = weight.quant_state
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
+    # As one row: blocks are counted over all weights, which the kernels for AVX-512 do row by row.
+    values: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+        weight.data, scales.float(), state.blocksize, state.quant_type,
+        [state.shape.numel()], dtype,
+    )  # fmt: skip
+    return values.view(state.shape)
+
+
+def compute_as_stored(model: nn.Module) -> None:
+    """Make the 4-bit modules of a model that has computed nothing yet `StoredLinear4bit`."""
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.__class__ = StoredLinear4bit
