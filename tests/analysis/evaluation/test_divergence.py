@@ -148,6 +148,8 @@ def test_half_precision_at_the_same_batch_is_exact(tokenizer, text, tmp_path):
     model = tiny_llama().to(torch.bfloat16)
     evaluated = made(model, tokenizer, text, tmp_path, 2, tokens=100, seq_len=30)
     assert evaluated.run(batch_size=2).metrics[0].value == 0
+    # Products in bf16 may depend on the batch, so that all passes are of one window here.
+    evaluated = made(model, tokenizer, text, tmp_path, 1, tokens=100, seq_len=30)
     context = functools.partial(other_weights, model)
     outcome = evaluated.run(context, batch_size=1)
     check(outcome, *plain(model, evaluated.windows.windows, context))
