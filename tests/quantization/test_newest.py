@@ -13,8 +13,7 @@ from quantdiff.export.card import scheme_in_words
 from quantdiff.quantization import attention
 from tests.hooks.test_any_module import Attention, NanoGPT
 from tests.hooks.test_any_module import make as make_plain
-from tests.quantization.test_fake_quantize import MODELS, SITE, batch
-from tests.quantization.test_sites import (
+from tests.quantization.plain_sites import (
     LAYOUTS,
     REACH,
     WIDTHS,
@@ -26,6 +25,7 @@ from tests.quantization.test_sites import (
     on_grids,
     reached,
 )
+from tests.quantization.test_fake_quantize import MODELS, SITE, batch
 from tests.standins import IDS, MotifAttention, make
 from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_llama
 

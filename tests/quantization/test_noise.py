@@ -9,8 +9,8 @@ from quantdiff.attention import layout
 from quantdiff.quantization import Grid
 from quantdiff.quantization.noise import NoiseRecorder, decibels
 from tests import reference
+from tests.quantization.plain_sites import LAYOUTS, cached
 from tests.quantization.test_fake_quantize import MODELS, SITE, batch
-from tests.quantization.test_sites import LAYOUTS, cached
 from tests.standins import CAUSAL, IDS, D, MotifAttention, make
 
 KINDS = ("logits", "branch 1", "branch 2", "difference")

@@ -21,8 +21,8 @@ from quantdiff.quantization import rounding
 from tests.hooks.test_differential import OWN, Small
 from tests.hooks.test_recorder import padded
 from tests.hooks.test_sites import CACHE, EVERY, MODELS, Seen, steps
+from tests.quantization.plain_sites import arranged, maps_and_values
 from tests.quantization.test_fake_quantize import grid_of
-from tests.quantization.test_sites import arranged, maps_and_values
 from tests.standins import IDS, Grouped, MotifAttention, make
 from tests.tiny import tiny_ids, tiny_llama
 
