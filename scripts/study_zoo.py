@@ -2,8 +2,9 @@
 
 Trains the `small` trio again and again, one thing changed at a time, and measures each model on the
 held-out text: loss, the largest and the median attention logit and hidden state, and the loss with
-quantized logits. Finished models, and those that the results hold already, are not trained again;
-broken-off ones go on.
+quantized logits; the largest ones also on the way, so that models can be compared at equal loss.
+Finished models, and those that the results hold already, are not trained again; broken-off ones go
+on.
 
     python scripts/study_zoo.py --out runs/study
     python scripts/study_zoo.py --out runs/study --part 1/2     # and 2/2 beside it
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from study_shown import draw, tables
 from train_zoo import DATA, HELD_OUT_TEXT, Ranks, Run, held_out_loss
 from zoo_recipe import KINDS, SIZES, Recipe, Stream, bigram_loss, train_tokenizer
 
@@ -31,6 +33,7 @@ BASE = replace(SIZES["small"], dtype="float32")
 SEEDS = (0, 1, 2)
 MEASURED = 32_768  # held-out tokens
 BITS = (8, 6, 4, 3, 2)
+LOOKS, LOOKED_AT = 24, 16  # times that a model's outliers are looked at on its way; windows
 
 # What is varied -> the recipes, by seed; in the order in which they are trained.
 STUDY: dict[str, list[Recipe]] = {
@@ -43,6 +46,12 @@ STUDY: dict[str, list[Recipe]] = {
 }
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS, PAGE = DOCS / "zoo_study.json", DOCS / "zoo.md"
+FIGURE = DOCS / "figures" / "zoo_study"
+CAPTION = (
+    f"![Largest attention logit and hidden state against the loss](figures/{FIGURE.name}.png)\n\n"
+    "Every model's way through its training, from left to right, on 16 held-out windows; a dot is "
+    "its end."
+)
 BEGIN, END = "<!-- measured by scripts/study_zoo.py -->", "<!-- end -->"
 
 
@@ -82,6 +91,18 @@ def measure(model: Any, windows: torch.Tensor) -> dict[str, Any]:
     return {**told, "losses": losses}
 
 
+@torch.no_grad()
+def look(model: Any, windows: torch.Tensor) -> dict[str, float]:
+    """Loss and largest magnitudes of a model that is in training, over windows (W, N)."""
+    with quantdiff.record(model, top_k=1, detail="extremes") as recorder:
+        loss, _ = held_out_loss(model, windows, contextlib.nullcontext)
+    profile = recorder.profile()
+    logit, hidden = (
+        getattr(profile, site).top(1)[0].value for site in ("attention_logits", "hidden_states")
+    )
+    return {"loss": loss, "logit": logit, "hidden": hidden}
+
+
 def spread(windows: torch.Tensor, count: int) -> torch.Tensor:
     """So many windows at even distances: the text is one source after the other."""
     return windows[torch.linspace(0, len(windows) - 1, count).round().long()]
@@ -113,14 +134,19 @@ def train(out: Path, part: tuple[int, int]) -> None:
             run.resume()
             bar.advance(every, run.step * recipe.batch * length)
             bar.update(every, description=f"{variant}, seed {recipe.seed}, {kind}")
-            for _ in run.train(held_out[:8], 120, contextlib.nullcontext):
+            few = spread(held_out, LOOKED_AT)
+            for step in run.train(few, 120, contextlib.nullcontext):
                 bar.advance(every, recipe.batch * length)
+                if step % max(1, recipe.steps // LOOKS) == 0 or step == recipe.steps:
+                    run.records.append({"step": step, "look": look(run.model, few)})
             bigram = bigram_loss(streams[length].tokens, held_out.numpy())
             told = run.finish(held_out, tokenizer, bigram)
             # As it is saved: casting the module back would leave its rotary buffer rounded.
             model, _ = quantdiff.load(place / kind / "model", device="cpu", dtype="float32")
             measured = measure(model, held_out)
-            write_json(place / kind / "measured.json", {"variant": variant, **told, **measured})
+            path = [{"step": r["step"], **r["look"]} for r in run.records if "look" in r]
+            told |= {"variant": variant, "path": path}
+            write_json(place / kind / "measured.json", {**told, **measured})
             (place / kind / "state.pt").unlink(missing_ok=True)
 
 
@@ -134,21 +160,6 @@ def results() -> list[dict[str, Any]]:
         return []
     models: list[dict[str, Any]] = json.loads(RESULTS.read_text())["models"]
     return models
-
-
-def table(models: list[dict[str, Any]]) -> str:
-    """In Markdown, a row a model."""
-    heads = ["variant", "seed", "model", "loss", "bigram", "top-1 logit", "median", "top-1 hidden",
-             "6 bits", "4 bits", "3 bits", "2 bits"]  # fmt: skip
-    lines = [" | ".join(heads), " | ".join(["---"] * len(heads))]
-    for m in models:
-        logits, hidden, losses = m["attention_logits"], m["hidden_states"], m["losses"]
-        cells = [m["variant"], str(m["recipe"]["seed"]), m["kind"]]
-        cells += [f"{losses['16']:.3f}", f"{m['bigram_loss']:.3f}"]
-        cells += [f"{x:.2f}" for x in (logits["top1"], logits["median"], hidden["top1"])]
-        cells += [f"{losses[f'tensor {bits}']:.3f}" for bits in (6, 4, 3, 2)]
-        lines.append(" | ".join(cells))
-    return "\n".join(f"| {line} |" for line in lines)
 
 
 def collect(out: Path) -> None:
@@ -166,7 +177,10 @@ def collect(out: Path) -> None:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     told = f"{len(models)} of {len(order)} models are trained."
-    page = f"{before}{BEGIN}\n\n{told}\n\n{table(models)}\n\n{END}{after}"
+    if models:
+        draw(models, FIGURE)
+        told += f"\n\n{tables(models)}\n\n{CAPTION}"
+    page = f"{before}{BEGIN}\n\n{told}\n\n{END}{after}"
     write_bytes(PAGE, page.encode())
     print(f"{len(models)} of {len(order)} models written to {RESULTS}")
 
