@@ -18,11 +18,11 @@ from quantdiff.export.copies import (
     needs,
     no_options,
     quantized_linears,
-    quiet_libraries,
     save_model,
     transformers_load,
 )
 from quantdiff.export.formats import Format, Options
+from quantdiff.models.quiet import quiet_libraries
 
 __all__ = ["FORMATS"]
 

@@ -1,8 +1,6 @@
 """Copies of a live model that can be quantized: the live one is never written to."""
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging
 
 from quantdiff.errors import MissingExtraError, UsageError
 from quantdiff.models.checks import check_keys, library_errors
+from quantdiff.models.quiet import quiet_libraries
 
 __all__ = [
     "SNIPPET",
@@ -27,7 +25,6 @@ __all__ = [
     "no_options",
     "quantized_linears",
     "quantized_share",
-    "quiet_libraries",
     "save_model",
     "transformers_load",
 ]
@@ -42,20 +39,6 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}"{trust})"""
 
 # The widest first: fewer scales. vLLM's kernels know no others.
 _GROUPS = (128, 64, 32)
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Without transformers' progress bars and warnings."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def check_exportable(model: Any) -> None:

@@ -16,7 +16,6 @@ from quantdiff.export.copies import (
     group_size,
     kept_modules,
     quantized_share,
-    quiet_libraries,
 )
 from quantdiff.export.formats import Options, find_format, package_versions
 from quantdiff.export.passage import ROWS, environment, last_logits, passage_ids
@@ -36,6 +35,7 @@ from quantdiff.models import describe
 from quantdiff.models.checks import INDEX, library_errors
 from quantdiff.models.converting_files import TOKENIZER, readable
 from quantdiff.models.quanto import MAP
+from quantdiff.models.quiet import quiet_libraries
 from quantdiff.quantization import Scheme, fake_quantize
 from quantdiff.quantization.definitions import DEFINITIONS
 from quantdiff.quantization.table import Table

@@ -16,12 +16,12 @@ from quantdiff.export.copies import (
     needs,
     no_options,
     quantized_linears,
-    quiet_libraries,
     transformers_load,
 )
 from quantdiff.export.formats import Format, Options
 from quantdiff.files import write_json
 from quantdiff.models.checks import library_errors
+from quantdiff.models.quiet import quiet_libraries
 
 __all__ = ["FORMATS"]
 

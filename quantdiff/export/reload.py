@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from quantdiff.errors import UsageError
-from quantdiff.export.copies import quiet_libraries
 from quantdiff.export.formats import find_format
 from quantdiff.export.loading import load
 from quantdiff.export.passage import last_logits
 from quantdiff.export.sidecar import LOGITS, QUANTIZED_LOGITS, read_sidecar
+from quantdiff.models.quiet import quiet_libraries
 
 __all__ = ["main"]
 

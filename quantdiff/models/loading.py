@@ -2,14 +2,11 @@
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.utils import logging
 
 from quantdiff.errors import UsageError
 from quantdiff.models.checkpoint import Checkpoint
@@ -29,6 +26,7 @@ from quantdiff.models.options import (
     resolve_device,
     resolve_dtype,
 )
+from quantdiff.models.quiet import quiet_libraries
 from quantdiff.models.schemes import tell_schemes
 from quantdiff.models.sources import ARCHITECTURES, FORMATS, locate
 
@@ -75,7 +73,7 @@ def load(
     check_flash_dtype(attention, precision)
     checkpoint = locate(name, revision)
     tell_schemes(checkpoint)
-    with _quiet():
+    with quiet_libraries(bars=True):
         config = _open_config(checkpoint, trust_remote_code)
         if precision == "auto":
             check_flash_dtype(attention, config.dtype)
@@ -83,17 +81,6 @@ def load(
         model = _open_model(checkpoint, config, precision, target, attention, trust_remote_code)
     remember_name(model, checkpoint.name)
     return model, tokenizer
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' warnings back: what matters in them is raised here as an error."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _open_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

@@ -1,6 +1,7 @@
 """4-bit modules of bitsandbytes against the values that their bytes stand for."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import quantdiff
 from quantdiff.models.bnb import StoredLinear4bit, compute_as_stored, unpacked
+from quantdiff.models.quiet import quiet_libraries
 from tests.tiny import save_tiny, tiny_ids, tiny_llama
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,3 +119,12 @@ def test_checkpoints_are_opened_so(tmp_path):
         torch.testing.assert_close(
             model(tiny_ids()).logits, plain(tiny_ids()).logits, atol=1e-5, rtol=1e-5
         )
+
+
+def test_what_it_says_of_kernels_is_kept_back(caplog):
+    theirs = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    with quiet_libraries():
+        theirs.warning("kernels are not installed")
+    assert not caplog.records
+    theirs.warning("something else")
+    assert len(caplog.records) == 1
