@@ -23,7 +23,7 @@ from quantdiff.analysis.text import four_digits
 from quantdiff.errors import UsageError
 from quantdiff.export import FORMATS
 from quantdiff.export.card import percent
-from quantdiff.models import load
+from quantdiff.models import context_length, load
 
 DOCS = Path(__file__).parents[1] / "docs"
 DATA = "corpus"
@@ -42,7 +42,7 @@ def main():
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--seq-len", type=int, default=1024, help="or a model's context")
     parser.add_argument("--out", type=Path, default=DOCS / "export")
     parser.add_argument("--table-only", action="store_true", help="write the tables again")
     arguments = parser.parse_args()
@@ -71,7 +71,8 @@ def measure(name, formats, asked):
     if not formats:
         return
     model, tokenizer = load(name, dtype=asked["dtype"])
-    text = Text(asked["data"], asked["tokens"], asked["seq_len"])
+    length = min(asked["seq_len"], context_length(model) or asked["seq_len"])
+    text = Text(asked["data"], asked["tokens"], length)
     for format_ in formats:
         function, _ = measuring(model, tokenizer, text)
         with tempfile.TemporaryDirectory(prefix="quantdiff-exports-") as place:

@@ -3,7 +3,8 @@
     python scripts/ship_zoo.py runs/zoo                      # whichever of the three are finished
     python scripts/ship_zoo.py runs/zoo --kinds transformer
 
-A model that is shipped already is replaced. Draws the training curves of all that are.
+A model that is shipped already is replaced. Writes the cards, the table of docs/zoo.md and the
+training curves of all that are.
 """
 
 import argparse
@@ -17,16 +18,20 @@ from train_zoo import draw
 from zoo_recipe import KINDS, SIZES
 
 from quantdiff.files import write_bytes, write_json
-from quantdiff.models.zoo import FOLDER
+from quantdiff.models.zoo import FOLDER, PREFIX, shipped
 
 LOGS = Path(__file__).parent / "zoo_logs"
-FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "zoo_curves.png"
+DOCS = Path(__file__).parents[1] / "docs"
+FIGURE = DOCS / "figures" / "zoo_curves.png"
+PAGE = DOCS / "zoo.md"
+BEGIN, END = "<!-- written by scripts/ship_zoo.py -->", "<!-- end of what is written -->"
 LARGEST = 15e6  # bytes of a model's folder
 
 ARCHITECTURES = {
     "transformer": "a Llama-style decoder with standard attention",
     "diff-v1": "DiffLlama: the same with differential attention (arXiv 2410.05258)",
-    "diff-v2": "DIFF V2: the same with the second version of differential attention",
+    "diff-v2": "DIFF V2: the same with the second version of differential attention, whose wider "
+    "queries a narrower feed-forward part pays for",
 }
 
 CARD = """\
@@ -39,15 +44,17 @@ pipeline_tag: text-generation
 
 # {name}
 
-One of three models that differ in nothing but their attention: same tokenizer, text, token order,
-steps, schedule and seed, parameter counts within 1 %. They exist so that activation outliers and
-quantization can be compared; they are shipped with quantdiff and open as
-`quantdiff.load("zoo:{kind}")`.
+Of three models (a Transformer, DIFF V1, DIFF V2) that differ in their attention: same tokenizer,
+text, token order, steps, schedule and seed, parameter counts within 1 %. They exist so that
+activation outliers and quantization can be compared; this one is shipped with quantdiff and opens
+as `quantdiff.load("zoo:{kind}")`.
 
 | | |
 |---|---|
 | architecture | {architecture} |
 | parameters | {parameters:,} (embeddings tied) |
+| size | {layers} layers of width {hidden}, feed-forward parts of {intermediate_size} |
+| norms | RMS norms, ε = {rms_norm_eps:g} |
 | trained on | {tokens:,} tokens in windows of {length}, {batch} windows a step |
 | held-out loss | {held_out_loss:.4f} ± {held_out_stderr:.4f} nats a token |
 | held-out tokens | {held_out_tokens:,} |
@@ -68,7 +75,11 @@ old and narrow prose, follows no instruction, knows no facts to rely on, and rep
 its sources. Its outliers are those of a small, briefly trained model: they need not say what
 happens in large ones. Contexts beyond {length} tokens were never trained.
 
-Made by `scripts/train_zoo.py --size {size} --kinds {kind} --dtype {dtype}` of quantdiff.
+Made by quantdiff's script:
+
+```
+scripts/train_zoo.py --size {size} --kinds {kind} --dtype {dtype} --eps {rms_norm_eps:g}
+```
 """
 
 
@@ -85,8 +96,13 @@ def main() -> int:
     for kind in finished:
         ship(kind, options.runs / kind)
         print(f"zoo:{kind} is in {FOLDER / kind}")
+    for name, told in shipped().items():
+        write_card(FOLDER / name.removeprefix(PREFIX), told)
     draw(LOGS, [kind for kind in KINDS if (LOGS / kind / "log.jsonl").exists()])
     (LOGS / "curves.png").replace(FIGURE)
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    write_bytes(PAGE, f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}".encode())
     return 0
 
 
@@ -106,15 +122,42 @@ def ship(kind: str, run: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(run / "model", target)
     write_json(target / "training.json", told)
-    facts = {**told["recipe"], **told, "hours": told["seconds"] / 3600}
-    facts |= {"millions": told["tokens"] / 1e6, "size": size_of(told["recipe"])}
-    card = CARD.format(name=f"zoo:{kind}", architecture=ARCHITECTURES[kind], **facts)
-    write_bytes(target / "README.md", card.encode())
+    # quantdiff has the classes of its own: a copy of their code could only grow old.
+    for code in target.glob("*.py"):
+        code.unlink()
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config.pop("auto_map", None)
+    write_json(target / "config.json", config)
     size = sum(path.stat().st_size for path in target.rglob("*"))
     if size > LARGEST:
         sys.exit(f"{target} has {size:,} bytes, more than {LARGEST:,.0f}")
     (LOGS / kind).mkdir(parents=True, exist_ok=True)
     shutil.copy(run / "log.jsonl", LOGS / kind / "log.jsonl")
+
+
+def write_card(folder: Path, told: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    facts = {**told["recipe"], **told, "hours": told["seconds"] / 3600}
+    facts |= {name: config[name] for name in ("intermediate_size", "rms_norm_eps")}
+    facts |= {"millions": told["tokens"] / 1e6, "size": size_of(told["recipe"])}
+    kind = told["kind"]
+    card = CARD.format(name=f"{PREFIX}{kind}", architecture=ARCHITECTURES[kind], **facts)
+    write_bytes(folder / "README.md", card.encode())
+
+
+def table() -> str:
+    """What is shipped, in Markdown."""
+    lines = [
+        "| model | parameters | tokens | held-out loss, nats | a bigram model |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, told in shipped().items():
+        loss = f"{told['held_out_loss']:.4f} ± {told['held_out_stderr']:.4f}"
+        lines.append(
+            f"| `{name}` | {told['parameters']:,} | {told['tokens']:,} | {loss} | "
+            f"{told['bigram_loss']:.4f} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

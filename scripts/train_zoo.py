@@ -1,4 +1,4 @@
-"""Train the zoo: a Transformer, DIFF V1 and DIFF V2 that differ in nothing but their attention.
+"""Train the zoo: a Transformer, DIFF V1 and DIFF V2 that differ in their attention.
 
 Same tokenizer, text, token order, steps, schedule and seed; parameter counts within 1 %. Writes a
 checkpoint every few minutes and goes on from it; an interrupted run gives the weights of an
@@ -32,7 +32,8 @@ from quantdiff.versions import versions
 
 DATA = Path(__file__).parent / "zoo_text" / "train.jsonl.xz"
 HELD_OUT_TEXT = Path(__file__).parent.parent / "calibration" / "corpus" / "heldout.jsonl.xz"
-OVERRIDES = ("tokens", "length", "rate", "seed", "dtype")  # options that replace a size's own
+# Options that replace a size's own.
+OVERRIDES = ("tokens", "length", "rate", "seed", "dtype", "eps")
 HELD_OUT = 64  # windows looked at while training; all of them at the end
 
 
@@ -264,6 +265,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])
+    parser.add_argument("--eps", type=float, help="of all norms")
     parser.add_argument("--every", type=float, default=180, help="seconds between checkpoints")
     parser.add_argument("--data", type=Path, default=DATA, help="training text, .jsonl.xz")
     parser.add_argument("--held-out", type=Path, default=HELD_OUT_TEXT, help="text of the losses")

@@ -40,6 +40,7 @@ class Recipe:
         length: tokens a window; batch: windows a step; tokens: to train on.
         rate: peak learning rate, reached after `warmup` steps, then cosine to a tenth.
         dtype: of the computation, by autocast; the weights are fp32.
+        eps: of all norms; the configs of Llama and DiffLlama differ in what they say by default.
     """
 
     hidden: int
@@ -54,6 +55,7 @@ class Recipe:
     decay: float = 0.1
     seed: int = 0
     dtype: str = "bfloat16"
+    eps: float = 1e-6
 
     @property
     def steps(self) -> int:
@@ -93,6 +95,7 @@ def build(kind: str, recipe: Recipe) -> Any:
         "hidden_size": recipe.hidden,
         "num_hidden_layers": recipe.layers,
         "max_position_embeddings": recipe.length,
+        "rms_norm_eps": recipe.eps,
         "tie_word_embeddings": True,
         "bos_token_id": 0,
         "eos_token_id": 0,

@@ -103,15 +103,22 @@ def markers(folder: Path) -> list[str]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The runs one level down, and two where the folder between is none."""
+    """The runs one level down, and two where the folder between is none; none that is hidden.
+
+    Those are being written, or were left behind by a process that was killed.
+    """
     if not folder.is_dir():
         return []
     return [
         place
-        for inside in sorted(folder.iterdir())
-        for place in ([inside] if markers(inside) else sorted(inside.glob("*")))
+        for inside in _shown(folder)
+        for place in ([inside] if markers(inside) else _shown(inside))
         if markers(place)
     ]
+
+
+def _shown(folder: Path) -> list[Path]:
+    return sorted(place for place in folder.glob("*") if not place.name.startswith("."))
 
 
 def _nothing(folder: Path) -> str:

@@ -215,7 +215,7 @@ def _computed(
 ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """The passage's logits by the weights alone and under the schemes, and the measurement.
 
-    After the weights were written: bitsandbytes' 4-bit weights may be repacked in the first pass.
+    After the weights were written: a library's first pass may rearrange them in place.
     """
     logits = {LOGITS: last_logits(copy, passage)}
     with fake_quantize(copy, *schemes, table=table):

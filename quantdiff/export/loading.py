@@ -7,6 +7,7 @@ from typing import Any
 
 from quantdiff.errors import SchemesLeftOutWarning, UsageError
 from quantdiff.models import load as load_model
+from quantdiff.models.description import remember_name
 from quantdiff.models.schemes import SIDECAR
 
 __all__ = ["load", "restore"]
@@ -35,7 +36,7 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
         UsageError: the request cannot be met, or the folder is not what was exported.
         MissingExtraError: a package that it needs is not installed.
     """
-    folder = _exported(name)
+    folder = _exported(name, options.get("revision"))
     if folder is None:
         return load_model(name, dtype=dtype, **options)
     from quantdiff.export.contents import check_files, pickles
@@ -51,7 +52,10 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
         dtype = sidecar.content["export"]["dtype"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SchemesLeftOutWarning)
-        model, tokenizer = load_model(name, dtype=dtype, **options)
+        # What was checked is what is opened, also where the hub moves on.
+        where = {key: value for key, value in options.items() if key != "revision"}
+        model, tokenizer = load_model(folder, dtype=dtype, **where)
+    remember_name(model, os.fspath(name))
     restore(model, sidecar)
     return model, tokenizer
 
@@ -75,11 +79,15 @@ def restore(model: Any, sidecar: Any) -> None:
         model.fake_quantizer = quantizer
 
 
-def _exported(name: str | Path) -> Path | None:
-    """The folder, if `name` is one that holds a sidecar."""
-    from quantdiff.models import known_names
+def _exported(name: str | Path, revision: str | None) -> Path | None:
+    """The folder, if `name` is one that holds a sidecar; one of the hub is downloaded whole."""
+    from quantdiff.models.sources import locate
 
-    if isinstance(name, str) and name in known_names():
+    checkpoint = locate(name, revision)
+    if checkpoint.gguf is not None or SIDECAR not in checkpoint.files:
         return None
-    folder = Path(os.fspath(name)).expanduser()
-    return folder if os.fspath(name).strip() and (folder / SIDECAR).is_file() else None
+    if checkpoint.on_disk:
+        return Path(checkpoint.location)
+    from quantdiff.models.hub import download
+
+    return download(checkpoint)

@@ -1,6 +1,7 @@
 """The short text on which a checkpoint is compared with the model as it was before saving."""
 
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from quantdiff.errors import UsageError
 from quantdiff.models import context_length, vocabulary_size
+from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["ROWS", "environment", "last_logits", "passage_ids"]
 
@@ -44,9 +46,13 @@ def passage_ids(model: Any, tokenizer: Any) -> list[int]:
 
 @torch.no_grad()
 def last_logits(model: Any, ids: list[int]) -> Tensor:
-    """Logits of the last positions, (ROWS or less, V), fp32, on the CPU."""
+    """Logits of the last positions, (ROWS or less, V), fp32, on the CPU.
+
+    Whatever precision this process allows or casts to: another one computes them again.
+    """
     batch = torch.tensor([ids], device=model.get_input_embeddings().weight.device)  # (1, N)
-    logits = model(input_ids=batch, use_cache=False).logits  # (1, N, V)
+    with true_fp32(), torch.autocast(batch.device.type, enabled=False):
+        logits = model(input_ids=batch, use_cache=False).logits  # (1, N, V)
     return logits[0, -ROWS:].float().cpu().contiguous()  # type: ignore[no-any-return]
 
 
@@ -54,7 +60,18 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What the last bits of a result depend on, beside the versions."""
     if device.type == "cuda":
         return {"device": torch.cuda.get_device_name(device), "threads": None}
+    words = platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()
     return {
-        "device": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "device": " ".join(filter(None, words)),
         "threads": torch.get_num_threads(),
     }
+
+
+def _processor() -> str:
+    """The CPU's name, for libraries choose their kernels by it; empty where nobody tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "")

@@ -249,7 +249,7 @@ def _reload(
         # Without schemes, quantdiff.load gives the weights alone too.
         wanted = sidecar.logits.get(name, sidecar.logits[LOGITS])
         rounding = _rounding(wanted, sidecar.logits[LOGITS], chosen)
-        check = _compare(name, found[name], wanted, None if same else _CLOSE[dtype], rounding)
+        check = _compare(name, found[name], wanted, _CLOSE[dtype], rounding, same=same)
         result.checks.append(replace(check, detail=f"{what} gives {check.detail}"))
 
 
@@ -267,7 +267,7 @@ def _rounding(wanted: Tensor, plain: Tensor, chosen: Format) -> float:
 
 
 def _compare(
-    name: str, found: Tensor, wanted: Tensor, close: float | None, rounding: float
+    name: str, found: Tensor, wanted: Tensor, close: float, rounding: float, *, same: bool
 ) -> Check:
     """Whether logits are those of the record, and how far they are from it.
 
@@ -276,8 +276,10 @@ def _compare(
         found: (R, V).
         wanted: (R, V), those of the record.
         close: the largest difference relative to the largest logit, without any rounding of
-            activations; None on the machine of the record, where there may be none.
+            activations, on another machine than that of the record.
         rounding: what `_rounding` gives.
+        same: whether this is the machine of the record, where there may be no difference; one so
+            small tells of the machine and not of the checkpoint.
     """
     if found.shape != wanted.shape:
         told = f"logits of shape {tuple(found.shape)} and not {tuple(wanted.shape)}"
@@ -286,8 +288,9 @@ def _compare(
         return Check(name, passed=True, detail="the logits from before it was saved, to the bit")
     gap, size = (found - wanted).abs().max().item(), wanted.abs().max().item()
     told = f"logits that differ by {gap:.3g} where the largest is {size:.3g}"
-    if close is None:
-        return Check(name, passed=False, detail=f"{told}, on the same kind of machine")
+    if same:
+        told += ", on the same kind of machine"
+        return Check(name, passed=False, detail=told, compared=not gap <= close * size)
     told += ", on another kind of machine"
     if not rounding:
         return Check(name, passed=gap <= close * size, detail=told)

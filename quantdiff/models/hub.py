@@ -9,7 +9,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from quantdiff.errors import UsageError
 from quantdiff.models.checkpoint import Checkpoint, checkpoint_on_disk
 
-__all__ = ["find_on_hub"]
+__all__ = ["download", "fetch", "find_on_hub"]
 
 # Seconds to wait for the hub. transformers itself would retry six times (23 s without a network).
 TIMEOUT = 5.0
@@ -61,3 +61,39 @@ def find_on_hub(name: str, revision: str | None, known: tuple[str, ...]) -> Chec
     # Not pinned to info.sha: the cache would then not know which commit the branch is at, and the
     # model could not be found again without the hub.
     return Checkpoint(name, name, files, on_disk=False, revision=revision)
+
+
+def fetch(checkpoint: Checkpoint, name: str) -> Path:
+    """One file of a repository.
+
+    Raises:
+        UsageError: the hub cannot be reached, or refuses it.
+    """
+    try:
+        found = huggingface_hub.hf_hub_download(
+            checkpoint.location, name, revision=checkpoint.revision
+        )
+    except UNREACHABLE as error:
+        raise _failed(checkpoint, error) from error
+    return Path(found)
+
+
+def download(checkpoint: Checkpoint) -> Path:
+    """A whole repository, as a folder of the cache.
+
+    Raises:
+        UsageError: the hub cannot be reached, or refuses it.
+    """
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(checkpoint.location, revision=checkpoint.revision)
+        )
+    except UNREACHABLE as error:
+        raise _failed(checkpoint, error) from error
+
+
+def _failed(checkpoint: Checkpoint, error: Exception) -> UsageError:
+    return UsageError(
+        f"{checkpoint.name!r} cannot be downloaded ({type(error).__name__}: {error}): check the "
+        "connection"
+    )

@@ -14,10 +14,15 @@ SIDECAR = "quantdiff.json"  # of an exported folder
 
 def tell_schemes(checkpoint: Checkpoint) -> None:
     """Warn the caller's caller of the schemes that a folder was exported with, if there are any."""
-    if not checkpoint.on_disk or SIDECAR not in checkpoint.files:
+    if SIDECAR not in checkpoint.files:
         return
     try:
-        content = json.loads((Path(checkpoint.location) / SIDECAR).read_text(encoding="utf-8"))
+        path = Path(checkpoint.location) / SIDECAR
+        if not checkpoint.on_disk:
+            from quantdiff.models.hub import fetch
+
+            path = fetch(checkpoint, SIDECAR)
+        content = json.loads(path.read_text(encoding="utf-8"))
         told = [f"{scheme['site']} at {scheme['bits']} bits" for scheme in content["schemes"]]
     except (OSError, ValueError, KeyError, TypeError):  # the weights are whole without it
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["exact_product", "true_fp32"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 @contextmanager

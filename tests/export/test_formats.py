@@ -198,20 +198,22 @@ def test_folders_are_complete(save):
     check(folder)
 
 
-def test_bitsandbytes_repacks_after_saving(save, monkeypatch):
-    """Some CPUs' first pass rearranges 4-bit weights in place; what was written is from before."""
-    from bitsandbytes.nn import Linear4bit
+def test_nothing_is_computed_before_it_is_saved(save, monkeypatch):
+    """As a first pass may do to weights in place; what was written is from before."""
+    from quantdiff.models.bnb import StoredLinear4bit
 
-    plain = Linear4bit.forward
+    plain, passes = StoredLinear4bit.forward, []
 
     def forward(self, x):
         out = plain(self, x)
         self.weight.data = self.weight.data.flip(0)
+        passes.append(self)
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(Linear4bit, "forward", forward)
+        patch.setattr(StoredLinear4bit, "forward", forward)
         folder = save(tiny_llama(), "bnb-nf4")
+    assert len(passes) == 14
     check(folder)
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import quantdiff
 from quantdiff.errors import MissingExtraError, UsageError
 from quantdiff.models import describe, known_names, load, sources
-from tests.tiny import save_tiny, tiny_ids, tiny_llama
+from tests.tiny import save_tiny, tiny_ids, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 COMMIT = hashlib.sha1(b"commit").hexdigest()
@@ -119,8 +120,14 @@ class Pages(http.server.BaseHTTPRequestHandler):
             return self.send(401, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
         if path.startswith("api/models/"):
             kind, _, revision = path.removeprefix(f"api/models/{name}/").partition("/")
-            if kind == "tree":  # asked for chat templates in a subfolder
+            if kind == "tree" and "/" in revision:  # asked for chat templates in a subfolder
                 return self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"}, body)
+            if kind == "tree":
+                tree = [
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": ""}
+                    for file in sorted(folder.iterdir())
+                ]
+                return self.send(200, json.dumps(tree).encode(), {}, body)
             if kind == "revision" and revision not in ("main", COMMIT):
                 return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
             siblings = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
@@ -148,9 +155,12 @@ class Pages(http.server.BaseHTTPRequestHandler):
 
 
 PREAMBLE = """
-import sys, time
+import sys, time, warnings
 from pathlib import Path
 import torch
+
+import quantdiff
+import quantdiff
 from quantdiff.errors import UsageError
 from quantdiff.models import describe, load
 from tests.tiny import tiny_ids, tiny_llama
@@ -163,6 +173,16 @@ def refusal(*arguments, **options):
         assert time.perf_counter() - start < 10, "slow"
         return str(error)
     raise AssertionError("loaded")
+
+def exported():
+    model, _ = quantdiff.load("someone/exported", device="cpu")
+    assert [scheme.bits for scheme in model.fake_quantizer.schemes.all] == [3]
+    assert describe(model)["name"] == "someone/exported"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain, _ = load("someone/exported", device="cpu")
+    assert any("attention_logits at 3 bits" in str(w.message) for w in caught), caught
+    assert not torch.equal(plain(tiny_ids()).logits, model(tiny_ids()).logits)
 """
 
 ONLINE = """
@@ -173,9 +193,11 @@ message = refusal("someone/nothing")
 assert "was not found on the hub" in message and "smollm2-135m" in message, message
 assert "no revision 'v9'" in (message := refusal("someone/tiny", revision="v9")), message
 assert "pytorch_model.bin" in (message := refusal("someone/pickled")), message
+exported()
 """
 
 CACHED = """
+exported()
 model, tokenizer = load("someone/tiny", device="cpu")
 assert torch.equal(model(tiny_ids()).logits, tiny_llama()(tiny_ids()).logits)
 assert describe(model)["name"] == "someone/tiny"
@@ -209,7 +231,14 @@ def run_with_hub(script: str, endpoint: str, cache: Path, **variables: str) -> N
 def test_hub_online_then_from_its_cache(tmp_path):
     pickled = save_tiny(tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    hub = Hub({"someone/tiny": save_tiny(tmp_path / "tiny"), "someone/pickled": pickled})
+    quantdiff.export(
+        tiny_llama(), tiny_tokenizer(), tmp_path / "exported", format="ct-w8a16", check=False,
+        schemes=[quantdiff.Scheme("attention_logits", 3)],
+    )  # fmt: skip
+    hub = Hub({
+        "someone/tiny": save_tiny(tmp_path / "tiny"), "someone/pickled": pickled,
+        "someone/exported": tmp_path / "exported",
+    })  # fmt: skip
     endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
     threading.Thread(target=hub.serve_forever, daemon=True).start()
     try:

@@ -33,8 +33,11 @@ def shipped(tmp_path, monkeypatch):
     records = [{"step": 10, "tokens": 5120, "loss": 6.0}, {"step": 10, "held_out": 6.1}]
     (run / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     monkeypatch.setattr(zoo, "FOLDER", tmp_path / "zoo")
-    for name, place in (("FOLDER", "zoo"), ("LOGS", "logs"), ("FIGURE", "curves.png")):
+    for name, place in {
+        "FOLDER": "zoo", "LOGS": "logs", "FIGURE": "curves.png", "PAGE": "zoo.md",
+    }.items():  # fmt: skip
         monkeypatch.setattr(ship_zoo, name, tmp_path / place)
+    (tmp_path / "zoo.md").write_text(f"before {ship_zoo.BEGIN} old {ship_zoo.END} after")
     monkeypatch.setattr(sys, "argv", ["ship_zoo.py", str(tmp_path / "runs")])
     assert ship_zoo.main() == 0
     return tmp_path
@@ -51,6 +54,7 @@ def test_it_opens_by_its_name(shipped):
 def test_its_card_and_curves(shipped):
     card = (shipped / "zoo" / "transformer" / "README.md").read_text()
     for word in (
+        "ε = 1e-06",
         "12,345",
         "8,000",
         "5.2500 ± 0.1250",
@@ -61,6 +65,11 @@ def test_its_card_and_curves(shipped):
     ):
         assert word in card
     assert (shipped / "curves.png").stat().st_size > 5_000
+    page = (shipped / "zoo.md").read_text()
+    assert "| `zoo:transformer` | 12,345 | 8,000 | 5.2500 ± 0.1250 | 6.5000 |" in page
+    assert page.startswith("before ")
+    assert page.endswith(" after")
+    assert "old" not in page
 
 
 def test_what_is_not_there(shipped):

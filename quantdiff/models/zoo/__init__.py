@@ -1,4 +1,4 @@
-"""The zoo: small models that differ in nothing but their attention, shipped with the package."""
+"""The zoo: small models that differ in their attention, shipped with the package."""
 
 import json
 from pathlib import Path
