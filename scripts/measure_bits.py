@@ -3,11 +3,13 @@
     python scripts/measure_bits.py smollm2-135m
     torchrun --nproc-per-node 2 scripts/measure_bits.py smollm2-135m    # shared by two processes
     python scripts/measure_bits.py smollm2-135m --parts sites --tables-only
+    python scripts/measure_bits.py zoo:transformer zoo:diff-v1 zoo:diff-v2    # docs/bits_zoo.md
 
 Every part is a sweep in a folder of its own under --out: one that was stopped goes on.
 """
 
 import argparse
+import gc
 import math
 import os
 import sys
@@ -15,21 +17,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bits_page import Page, data
 from quantdiff.analysis.evaluation import Text
 from quantdiff.analysis.sensitivity import Sensitivity
-from quantdiff.analysis.style import save_page
 from quantdiff.analysis.sweep import SweepResults, make_grid, sweep
-from quantdiff.analysis.sweep.lines import NO_WAY, lines, measures, way_label
 from quantdiff.analysis.sweep.mixed import plan_bits
 from quantdiff.analysis.sweep.ranking import plot_sensitivity
 from quantdiff.analysis.text import four_digits, slug
-from quantdiff.files import write_bytes
+from quantdiff.errors import UsageError
+from quantdiff.models import context_length, load
 from quantdiff.quantization import Scheme, schemes
 from quantdiff.quantization.scheme import SITES
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "bits.md"
 FIRST = int(os.environ.get("RANK", "0")) == 0
+# Windows are shorter where a model's context is.
 TEXT = Text("corpus", tokens=16_384, seq_len=1024)
 DEPLOYED = (
     "W8A16", "W4A16", "W4g64A16", "W8A8", "W4A8", "KV8", "KV4", "KV2",
@@ -48,14 +49,21 @@ OTHER = Text("corpus", tokens=2048, seq_len=512)
 
 
 def remedied():
-    """Short names, and in place of a remedy inputs whose largest values are clipped."""
-    clipped = [
-        replace(scheme, range="percentile:99.9", granularity="tensor")
-        if scheme.site == "linear_inputs"
-        else scheme
-        for scheme in schemes("W8A8")
+    """Short names, and in place of a remedy inputs whose largest values are clipped.
+
+    Beside those, inputs on the same static grids without clipping: that there is one grid for all
+    tokens costs too.
+    """
+    static = [
+        [
+            replace(scheme, range=clipping, granularity="tensor")
+            if scheme.site == "linear_inputs"
+            else scheme
+            for scheme in schemes("W8A8")
+        ]
+        for clipping in ("absmax", "percentile:99.9")
     ]
-    return [(), *map(schemes, REMEDIED), clipped]
+    return [(), *map(schemes, REMEDIED), *static]
 
 
 def logits():
@@ -74,7 +82,7 @@ class Part:
         schemes: that are tried.
         evaluation: of every cell.
         remedies: tried with each.
-        figure: kind of figure, and what it shows.
+        figure: kind and words, as `Page.content` takes them.
     """
 
     schemes: Callable[[], Sequence[object]]
@@ -85,21 +93,17 @@ class Part:
 
 PARTS = {
     "logits": Part(logits, figure=("ranges", "KL against bits, by range and granularity")),
-    "questions": Part(lambda: make_grid(bits=(16, 8, 6, 4)).schemes, "choice:goal_inference@400"),
+    "questions": Part(
+        lambda: make_grid(bits=(16, 8, 6, 4)).schemes,
+        "choice:goal_inference@400",
+        figure=("bits", "accuracy against bits of the attention logits, and the paper's Figure 8"),
+    ),
     "sites": Part(
         lambda: make_grid(bits=(16, 8, 6, 4), sites=SITES).schemes,
         figure=("sites", "KL against bits, by site"),
     ),
     "together": Part(lambda: [(), *map(schemes, DEPLOYED)]),
     "remedies": Part(remedied, remedies=REMEDIES),
-}
-# Metric -> its title and layout, None where it falls by decades from one width to another.
-SHOWN = {
-    "perplexity": ("Perplexity", ".2f"),
-    "kl": ("KL from the unquantized model (nats a token)", None),
-    "agreement": ("Agreement of the likeliest token", ".1%"),
-    "acc": ("Accuracy", ".3f"),
-    "acc_norm": ("Accuracy, choices' log-likelihoods divided by their length", ".3f"),
 }
 
 
@@ -109,25 +113,52 @@ def main():
     )
     parser.add_argument("models", nargs="+", help="for example smollm2-135m runs/plain")
     parser.add_argument("--parts", nargs="*", choices=[*PARTS, LAYERS], default=[*PARTS, LAYERS])
-    parser.add_argument("--out", type=Path, default=DOCS / "bits")
+    parser.add_argument("--out", type=Path, help="default: docs/bits, or docs/bits/zoo of the zoo")
     parser.add_argument("--tables-only", action="store_true", help="of what is measured already")
     options = parser.parse_args()
-    for part in options.parts:
-        folder = options.out / part
-        if part == LAYERS:
+    try:
+        page = Page.of(options.models)
+        if options.out is not None:
+            page = replace(page, results=options.out)
+        seq_len = None if options.tables_only else shortest(options.models)
+        for part in options.parts:
             if not options.tables_only:
-                measure_layers(options.models, folder)
-            if FIRST:
-                write(part, layers_content(folder))
-            continue
-        if not options.tables_only:
-            chosen = PARTS[part]
-            computed(
-                options.models, chosen.schemes(), folder, TEXT, chosen.evaluation,
-                remedies=chosen.remedies,
-            )  # fmt: skip
-        if FIRST:
-            write(part, content(part, SweepResults.load(folder)))
+                measure(options.models, part, page.results / part, seq_len)
+            if FIRST and (page.results / part).exists():
+                page.write(part, content(part, page))
+    except UsageError as error:
+        sys.exit(f"error: {error}")
+
+
+def shortest(models):
+    """The shortest context: models are compared on the same windows."""
+    found = []
+    for name in models:
+        model, _ = load(name, device="cpu")
+        found.append(context_length(model) or math.inf)
+        del model
+        gc.collect()
+    return min(found)
+
+
+def fitted(text, seq_len):
+    return replace(text, seq_len=min(text.seq_len, seq_len))
+
+
+def measure(models, part, folder, seq_len):
+    if part == LAYERS:
+        measure_layers(models, folder, seq_len)
+        return
+    one = PARTS[part]
+    computed(
+        models, one.schemes(), folder, fitted(TEXT, seq_len), one.evaluation, remedies=one.remedies
+    )
+
+
+def content(part, page):
+    if part == LAYERS:
+        return layers_content(page)
+    return page.content(part, SweepResults.load(page.results / part), PARTS[part].figure)
 
 
 def computed(models, wanted, folder, text, evaluation="divergence", **more):
@@ -141,25 +172,25 @@ def say(sentence):
     print(f"\n{sentence}", file=sys.stderr)
 
 
-def measure_layers(models, folder):
+def measure_layers(models, folder, seq_len):
     """One layer at a time on two texts, and shared-out bits beside uniform ones on a third."""
     ranked = [Scheme(site, RANKED) for site in SEARCHED]
-    computed(models, ranked, folder / "other", OTHER, each="layer")
+    computed(models, ranked, folder / "other", fitted(OTHER, seq_len), each="layer")
     grid = [Scheme(site, bits) for site in SEARCHED for bits in WIDTHS]
-    found = computed(models, grid, folder / "search", SEARCH, each="layer")
+    found = computed(models, grid, folder / "search", fitted(SEARCH, seq_len), each="layer")
     for model in models:
         wanted = [schemes for plan in plans(found, model) for schemes in plan.wanted]
-        computed([model], [(), *wanted], folder / "unseen", TEXT)
+        computed([model], [(), *wanted], folder / "unseen", fitted(TEXT, seq_len))
 
 
 def plans(found, model):
     return [plan_bits(Sensitivity.of(found, model=model, site=site), BUDGET) for site in SEARCHED]
 
 
-def layers_content(folder):
+def layers_content(page):
     """The table of `measure_layers`, and a figure a model and site."""
     search, other, unseen = (
-        SweepResults.load(folder / name) for name in ("search", "other", "unseen")
+        SweepResults.load(page.results / LAYERS / name) for name in ("search", "other", "unseen")
     )
     rows = [
         f"| model | site | rank correlation at {RANKED} bits | average bits | "
@@ -179,70 +210,21 @@ def layers_content(folder):
                 f"| {model} | {site.replace('_', ' ')} | {ranks:.3f} | {told['average']:.2f} | "
                 f"{expected} | {mixed} | {told['uniform']} | {uniform} |"
             )
-            name = f"bits_layers_{slug(model)}_{site}"
-            save_page(plot_sensitivity(one), DOCS / "figures" / name)
             words = f"KL of {model}, one layer's {site.replace('_', ' ')} at a time"
-            figures.append(f"![{words}](figures/{name}.png)")
-    return "\n\n".join(["\n".join(rows), *figures])
+            name = f"{LAYERS}_{slug(model)}_{site}"
+            figures.append(page.drawn(plot_sensitivity(one), name, words))
+    told = [
+        f"{what}: {sentence}"
+        for what, results in (("Searched", search), ("Ranked again", other), ("Unseen", unseen))
+        for sentence in data(results)
+    ]
+    return "\n\n".join(["\n".join(rows), *told, *figures])
 
 
 def show(done):
     left = "" if done.left is None else f", {done.left / 60:.0f} minutes left"
     told = f"{done.done:.1f} of {done.total} cells{left}: {done.doing}"
     sys.stderr.write(f"\r{told:100.100}")
-
-
-def write(part, told):
-    """Replace what a part says on the page."""
-    begin, end = f"<!-- {part}: measured by scripts/measure_bits.py -->", f"<!-- end of {part} -->"
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(begin)
-    after = rest.split(end)[1]
-    write_bytes(PAGE, f"{before}{begin}\n\n{told}\n\n{end}{after}".encode())
-
-
-def content(part, results):
-    """A part's tables, and its figure."""
-    told = list(tables(results))
-    if PARTS[part].figure is not None:
-        kind, words = PARTS[part].figure
-        save_page(results.plot(kind, metric="kl"), DOCS / "figures" / f"bits_{part}")
-        told.append(f"![{words}](figures/bits_{part}.png)")
-    return "\n\n".join(told)
-
-
-def tables(results):
-    """One table a metric: a row a model and way of quantizing, a column a width."""
-    for measure in measures(results):
-        if measure.metric not in SHOWN:
-            continue
-        title, layout = SHOWN[measure.metric]
-        of_one = lines(results, measure)
-        widths = sorted({bits for line in of_one for bits in line.points}, reverse=True)
-        rows = [
-            f"{title}:", "",
-            f"| model | quantized | {' | '.join(map(str, widths))} |",
-            f"|---|---|{'---:|' * len(widths)}",
-        ]  # fmt: skip
-        for line in of_one:
-            way = "nothing" if line.way == NO_WAY else way_label(line.way)
-            cells = (cell(line.points.get(bits), layout) for bits in widths)
-            rows.append(f"| {line.model} | {way} | {' | '.join(cells)} |")
-        yield "\n".join(rows)
-
-
-def cell(row, layout):
-    if row is None:
-        return ""
-    if row["status"] != "ok":
-        return "failed"
-    value, error = row["value"], row["stderr"]
-    if layout is None:
-        if not error:
-            return four_digits(value)
-        # As far as the second digit of the error.
-        layout = f".{max(1 - math.floor(math.log10(error)), 0)}f"
-    return f"{value:{layout}}" + (f" ± {error:{layout}}" if error else "")
 
 
 if __name__ == "__main__":

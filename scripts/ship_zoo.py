@@ -8,6 +8,7 @@ training curves of all that are.
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import sys
@@ -94,6 +95,7 @@ def main() -> int:
     if not finished:
         sys.exit(f"{options.runs} holds no finished model")
     for kind in finished:
+        check_alike(kind, options.runs / kind)
         ship(kind, options.runs / kind)
         print(f"zoo:{kind} is in {FOLDER / kind}")
     for name, told in shipped().items():
@@ -114,6 +116,30 @@ def size_of(recipe: dict[str, Any]) -> str:
         for name, known in SIZES.items()
         if all(getattr(known, part) == recipe[part] for part in shape)
     )
+
+
+def check_alike(kind: str, run: Path) -> None:
+    """Refuse a model that was not trained as the others that are shipped; exits with a reason."""
+    mine = _trained(run, run / "model")
+    for name, told in shipped().items():
+        if told["kind"] == kind:
+            continue
+        other = _trained(FOLDER / told["kind"], FOLDER / told["kind"])
+        for what in mine:
+            alike = mine[what] == other[what]
+            if what == "parameters":
+                alike = abs(mine[what] / other[what] - 1) < 0.01
+            if not alike:
+                sys.exit(f"{kind} was not trained as {name}: {what} {mine[what]}, {other[what]}")
+
+
+def _trained(folder: Path, model: Path) -> dict[str, Any]:
+    """What has to be alike. The norms' ε is not among it: the cards tell each model's own."""
+    told = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    tokenizer = hashlib.sha256((model / "tokenizer.json").read_bytes()).hexdigest()
+    facts = {name: told[name] for name in ("text", "tokens", "parameters")}
+    facts |= {name: value for name, value in told["recipe"].items() if name != "eps"}
+    return facts | {"tokenizer": tokenizer}
 
 
 def ship(kind: str, run: Path) -> None:

@@ -27,7 +27,8 @@ AT_THE_END = (
 AT_EQUAL_LOSS = (
     "The same at equal loss: both as they were on their way when they last had the loss that the "
     "worse of the two ended with, on 16 held-out windows, with the fp32 weights of the training; "
-    "between two looks by interpolation."
+    "between two looks by interpolation. The better one was on its way then, at a higher learning "
+    "rate, which moves outliers too: `rate` is the quotient of the rates."
 )
 
 
@@ -92,7 +93,7 @@ def _equal(plain: Told, other: Told) -> tuple[float, dict[str, float], None]:
     """The loss that both had once, and quotients of outliers at it."""
     loss = max(m["path"][-1]["loss"] for m in (plain, other))
     here, there = (at_loss(m["path"], loss) for m in (plain, other))
-    return loss, {name: there[name] / here[name] for name in OUTLIERS}, None
+    return loss, {name: there[name] / here[name] for name in here}, None
 
 
 def at_loss(path: Sequence[dict[str, float]], loss: float) -> dict[str, float]:
@@ -103,8 +104,8 @@ def at_loss(path: Sequence[dict[str, float]], loss: float) -> dict[str, float]:
         loss: between the least and the first one.
 
     Returns:
-        Each outlier, interpolated between the two looks, linearly in the loss and geometrically
-        in the magnitude.
+        Each outlier and the learning rate, interpolated between the two looks, linearly in the
+        loss and geometrically in the value.
 
     Raises:
         ValueError: the path ends above the loss, or begins below it.
@@ -114,7 +115,7 @@ def at_loss(path: Sequence[dict[str, float]], loss: float) -> dict[str, float]:
     above = max(i for i, look in enumerate(path) if look["loss"] >= loss)
     a, b = path[above], path[min(above + 1, len(path) - 1)]
     share = 0.0 if a["loss"] == b["loss"] else (a["loss"] - loss) / (a["loss"] - b["loss"])
-    return {name: a[name] ** (1 - share) * b[name] ** share for name in OUTLIERS}
+    return {name: a[name] ** (1 - share) * b[name] ** share for name in (*OUTLIERS, "rate")}
 
 
 def _paired(models: Sequence[Told], compare: Callable[..., Any], head: str) -> str:
@@ -125,9 +126,10 @@ def _paired(models: Sequence[Told], compare: Callable[..., Any], head: str) -> s
         sign = "+" if costs else ""
         cells = [variant, kind, str(len(pairs)), _mean(losses, f"{sign}.3f")]
         cells += [_times([f[1][name] for f in found]) for name in OUTLIERS]
-        rows.append([*cells, _mean(costs, "+.3f")] if costs else cells)
+        last = _mean(costs, "+.3f") if costs else _times([f[1]["rate"] for f in found])
+        rows.append([*cells, last])
     heads = ["variant", "model", "seeds", head, *(f"{word}, times" for word in OUTLIERS.values())]
-    return _markdown([*heads, "cost"] if compare is _last else heads, rows)
+    return _markdown([*heads, "cost" if compare is _last else "rate, times"], rows)
 
 
 def _mean(values: Sequence[float], form: str) -> str:

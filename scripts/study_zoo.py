@@ -138,7 +138,9 @@ def train(out: Path, part: tuple[int, int]) -> None:
             for step in run.train(few, 120, contextlib.nullcontext):
                 bar.advance(every, recipe.batch * length)
                 if step % max(1, recipe.steps // LOOKS) == 0 or step == recipe.steps:
-                    run.records.append({"step": step, "look": look(run.model, few)})
+                    rate = recipe.learning_rate(step - 1)
+                    told = look(run.model, few) | {"rate": rate}
+                    run.records.append({"step": step, "look": told})
             bigram = bigram_loss(streams[length].tokens, held_out.numpy())
             told = run.finish(held_out, tokenizer, bigram)
             # As it is saved: casting the module back would leave its rotary buffer rounded.

@@ -2,7 +2,8 @@
 
 Same tokenizer, text, token order, steps, schedule and seed; parameter counts within 1 %. Writes a
 checkpoint every few minutes and goes on from it; an interrupted run gives the weights of an
-unbroken one.
+unbroken one, to the bit with one or two processes on a CPU (of more, gradients may be summed in
+another order).
 
     python scripts/train_zoo.py --size base --out runs/zoo
     python scripts/train_zoo.py --size tiny --kinds diff-v2 --out runs/tiny --dtype float32
@@ -57,6 +58,12 @@ class Ranks:
         if self.count > 1:
             distributed.barrier()
 
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Of the values of all processes."""
+        if self.count > 1:
+            distributed.all_reduce(value)
+        return value / self.count
+
 
 def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW; no decay on vectors: norms and λ."""
@@ -100,7 +107,7 @@ class Run:
         self.model = build(kind, recipe).to(ranks.device).train()
         self.optimizer = optimizer_of(self.model, recipe)
         self.fingerprint = recipe.fingerprint(kind, stream.fingerprint)
-        self.step = 0
+        self.step = self.resumed = 0
         self.records: list[dict[str, Any]] = []
         self.seconds = 0.0
 
@@ -119,6 +126,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
+        self.resumed = self.step
         self.records = state["records"]
 
     def save(self) -> None:
@@ -169,11 +177,12 @@ class Run:
             self.step += 1
             self.seconds = spent + time.monotonic() - begun
             if self.step % 10 == 0 or self.step == recipe.steps:
+                loss = ranks.mean(loss.detach())
                 self.records.append(
                     {
                         "step": self.step,
                         "tokens": self.step * recipe.batch * recipe.length,
-                        "loss": float(loss.detach()),
+                        "loss": float(loss),
                         "rate": rate,
                         "gradient_norm": float(norm),
                         "seconds": round(self.seconds, 1),
@@ -187,6 +196,14 @@ class Run:
                 saved = time.monotonic()
             yield self.step
         self.save()
+
+    def told(self) -> dict[str, Any] | None:
+        """What was written of a training that had ended before, with its date."""
+        path = self.out / "training.json"
+        if not (self.resumed == self.recipe.steps and path.exists()):
+            return None
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
 
     def finish(self, held_out: torch.Tensor, tokenizer: Any, bigram: float) -> dict[str, Any]:
         """Write the model as it is loaded later (bf16), and what was measured of it."""
@@ -302,7 +319,8 @@ def main() -> int:
                 speed = step * recipe.batch * recipe.length / max(run.seconds, 1e-9)
                 told = f"{losses[-1]:.3f} nats, {speed:,.0f} tokens/s" if losses else ""
                 bar.update(task, completed=step, told=told)
-            results.append(run.finish(held_out, tokenizer, bigram))
+            told = run.told() or run.finish(held_out, tokenizer, bigram)
+            results.append(told)
             ranks.wait()
     if ranks.first:
         draw(options.out, [r["kind"] for r in results])

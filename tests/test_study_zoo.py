@@ -72,11 +72,11 @@ def test_outliers_at_a_loss(study):
     from study_shown import at_loss
 
     def path(*looks):
-        return [{"loss": loss, "logit": x, "hidden": 10 * x} for loss, x in looks]
+        return [{"loss": loss, "logit": x, "hidden": 10 * x, "rate": 1.0} for loss, x in looks]
 
     way = path((6, 1), (5, 4), (5.5, 3), (4, 12), (4, 20))
-    assert at_loss(way, 4) == {"logit": 20, "hidden": 200}
-    assert at_loss(way, 6) == {"logit": 1, "hidden": 10}
+    assert at_loss(way, 4) == {"logit": 20, "hidden": 200, "rate": 1}
+    assert at_loss(way, 6) == {"logit": 1, "hidden": 10, "rate": 1}
     # It came down to 4.75 after its last rise, half way from 5.5 to 4.
     assert at_loss(way, 4.75)["logit"] == pytest.approx(6)
     for loss in (3.9, 6.1):

@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,15 +48,18 @@ def start(tmp_path_factory):
             file.writelines(some)
     files = [word for option in texts for word in (option, str(folder / f"{option}.jsonl.xz"))]
 
-    def start(out, *options):
+    def start(out, *options, processes=1):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [
-            sys.executable, str(SCRIPTS / "train_zoo.py"), "--size", "tiny", "--out", str(out),
-            "--dtype", "float32", "--every", "0", *files, *options,
+            sys.executable, *(torchrun if processes > 1 else []), str(SCRIPTS / "train_zoo.py"),
+            "--size", "tiny", "--out", str(out), "--dtype", "float32", "--every", "0", *files,
+            *options,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
 
     start.held_out = folder / "--held-out.jsonl.xz"
     return start
@@ -106,32 +110,62 @@ def loss_of(model, stream):
     return float(torch.stack(losses).mean())
 
 
+def kill(run, folder, delay):
+    """Kill a training, with its processes, after a step of its own; whether it still ran."""
+    state = folder / "diff-v2" / "state.pt"
+    before = state.stat().st_mtime_ns if state.exists() else 0
+    while run.poll() is None and not (state.exists() and state.stat().st_mtime_ns > before):
+        time.sleep(0.005)
+    time.sleep(delay)
+    if run.poll() is not None:
+        return False
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    return True
+
+
+def same_weights(one, other):
+    models = [load_file(out / "diff-v2" / "model" / "model.safetensors") for out in (one, other)]
+    states = [
+        torch.load(out / "diff-v2" / "state.pt", weights_only=True)["model"] for out in (one, other)
+    ]
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in (models, states)
+    )
+
+
 def test_killed_at_any_moment(start, unbroken, tmp_path):
     out, _ = unbroken
     dice = random.Random(0)
-    killed = 0
-    while killed < 3:
-        run = start(tmp_path, "--kinds", "diff-v2")
-        state = tmp_path / "diff-v2" / "state.pt"
-        before = state.stat().st_mtime_ns if state.exists() else 0
-        while run.poll() is None and not (state.exists() and state.stat().st_mtime_ns > before):
-            time.sleep(0.005)  # until it has taken a step of its own
-        time.sleep(dice.random() * 0.1)
-        if run.poll() is not None:
-            break
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        killed += 1
-    assert killed
+    kills = 0
+    while kills < 3 and kill(start(tmp_path, "--kinds", "diff-v2"), tmp_path, dice.random() * 0.1):
+        kills += 1
+    assert kills
     finish(start(tmp_path, "--kinds", "diff-v2"))
-    mine = load_file(tmp_path / "diff-v2" / "model" / "model.safetensors")
-    theirs = load_file(out / "diff-v2" / "model" / "model.safetensors")
-    states = [
-        torch.load(folder / "diff-v2" / "state.pt", weights_only=True) for folder in (tmp_path, out)
-    ]
-    for name, value in states[0]["model"].items():
-        assert torch.equal(value, states[1]["model"][name]), name
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert same_weights(tmp_path, out)
+
+
+def test_two_processes_killed(start, unbroken, tmp_path):
+    """As the shipped models are trained; their gradients are means of two halves of a batch."""
+    options = {"processes": 2}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(start(whole, "--kinds", "diff-v2", **options))
+    assert kill(start(broken, "--kinds", "diff-v2", **options), broken, 0.05)
+    finish(start(broken, "--kinds", "diff-v2", **options))
+    assert same_weights(broken, whole)
+    logs = [(out / "diff-v2" / "log.jsonl").read_text() for out in (whole, unbroken[0])]
+    losses = [[json.loads(x).get("loss") for x in log.splitlines()] for log in logs]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)  # of the whole batch
+
+
+def test_what_had_ended_keeps_its_date(start, unbroken, tmp_path):
+    shutil.copytree(unbroken[0] / "diff-v2", tmp_path / "diff-v2")
+    path = tmp_path / "diff-v2" / "training.json"
+    path.write_text(path.read_text().replace('"finished": "', '"finished": "once, '))
+    shown = finish(start(tmp_path, "--kinds", "diff-v2"))
+    assert "diff-v2" in shown
+    assert '"finished": "once, ' in path.read_text()
 
 
 def test_another_recipe_does_not_go_on(start, unbroken):

@@ -50,7 +50,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="smollm2-135m, a hub id, a folder, or a .gguf file.",
+        help="smollm2-135m, zoo:transformer, a hub id, a folder, or a .gguf file.",
         show_default=False,
     ),
 ]

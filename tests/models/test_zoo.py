@@ -1,6 +1,7 @@
 """The zoo: what is trained becomes a model that opens by name, with its card."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def shipped(tmp_path, monkeypatch):
         "kind": "transformer", "recipe": recipe, "parameters": 12345, "tokens": 8000,
         "held_out_loss": 5.25, "held_out_stderr": 0.125, "held_out_tokens": 640,
         "bigram_loss": 6.5, "seconds": 5400, "finished": "2001-02-03", "hardware": "a machine",
+        "text": "its fingerprint",
     }  # fmt: skip
     (run / "training.json").write_text(json.dumps(told))
     records = [{"step": 10, "tokens": 5120, "loss": 6.0}, {"step": 10, "held_out": 6.1}]
@@ -72,13 +74,38 @@ def test_its_card_and_curves(shipped):
     assert "old" not in page
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"text": "another"}, "text another, its fingerprint"),
+        ({"parameters": 12500}, "parameters 12500, 12345"),
+        ({"recipe": {"rate": 0.1}}, "rate 0.1, 0.003"),
+    ],
+)
+def test_what_was_not_trained_alike_is_not_shipped(shipped, change, said):
+    import ship_zoo
+
+    run = shipped / "runs" / "diff-v1"
+    shutil.copytree(shipped / "runs" / "transformer", run)
+    told = json.loads((run / "training.json").read_text()) | {"kind": "diff-v1"}
+    changed = told | change | {"recipe": told["recipe"] | change.get("recipe", {})}
+    (run / "training.json").write_text(json.dumps(changed))
+    with pytest.raises(SystemExit, match=f"diff-v1 was not trained as zoo:transformer: {said}"):
+        ship_zoo.main()
+    assert "zoo:diff-v1" not in known_names()
+    (run / "training.json").write_text(json.dumps(told))
+    assert ship_zoo.main() == 0
+    assert "zoo:diff-v1" in known_names()
+
+
 def test_what_is_not_there(shipped):
     assert "zoo:diff-v1" not in known_names()
     with pytest.raises(UsageError, match=r"no 'zoo:diff-v1' in the zoo; it has zoo:transformer"):
         load("zoo:diff-v1")
 
 
-def test_what_is_shipped_is_small_and_told():
+def test_what_is_shipped_is_small_told_and_trained_alike():
+    alike, sizes = [], []
     for name, told in zoo.shipped().items():
         folder = zoo.locate(name)
         files = sorted(folder.iterdir())
@@ -88,3 +115,7 @@ def test_what_is_shipped_is_small_and_told():
         assert model.dtype == torch.bfloat16
         assert model.num_parameters() == told["parameters"]
         assert told["held_out_loss"] < told["bigram_loss"] - 0.5
+        alike.append((told["text"], told["tokens"], told["recipe"] | {"eps": None}))
+        sizes.append(told["parameters"])
+    assert all(one == alike[0] for one in alike)
+    assert max(sizes) / min(sizes) < 1.01

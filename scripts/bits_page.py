@@ -1,0 +1,142 @@
+"""The pages that `measure_bits.py` writes: docs/bits.md, and docs/bits_zoo.md of the zoo."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantdiff.analysis.published import FIGURE_8, FIGURE_8_SOURCE, FIGURE_8_UNSAID, MODELS
+from quantdiff.analysis.style import save_page
+from quantdiff.analysis.sweep.lines import NO_WAY, lines, measures, way_label
+from quantdiff.analysis.text import four_digits, slug
+from quantdiff.errors import UsageError
+from quantdiff.files import write_bytes
+
+DOCS = Path(__file__).parents[1] / "docs"
+# Metric -> its title and layout, None where it falls by decades from one width to another.
+SHOWN = {
+    "perplexity": ("Perplexity", ".2f"),
+    "kl": ("KL from the unquantized model (nats a token)", None),
+    "agreement": ("Agreement of the likeliest token", ".1%"),
+    "acc": ("Accuracy", ".3f"),
+    "acc_norm": ("Accuracy, choices' log-likelihoods divided by their length", ".3f"),
+}
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page, and what belongs to it.
+
+    Attributes:
+        file: the page; its figures lie in `figures` beside it.
+        results: folder of the sweeps.
+        prefix: how the names of its figures begin.
+    """
+
+    file: Path
+    results: Path
+    prefix: str
+
+    @classmethod
+    def of(cls, models):
+        """The zoo's page, or that of all other models."""
+        of_zoo = [name.startswith("zoo:") for name in models]
+        if not any(of_zoo):
+            return cls(DOCS / "bits.md", DOCS / "bits", "bits")
+        if not all(of_zoo):
+            raise UsageError("the zoo has a page of its own: measure its models by themselves")
+        return cls(DOCS / "bits_zoo.md", DOCS / "bits" / "zoo", "bits_zoo")
+
+    def write(self, part, told):
+        """Replace what a part says."""
+        begin = f"<!-- {part}: measured by scripts/measure_bits.py -->"
+        end = f"<!-- end of {part} -->"
+        before, rest = self.file.read_text(encoding="utf-8").split(begin)
+        after = rest.split(end)[1]
+        write_bytes(self.file, f"{before}{begin}\n\n{told}\n\n{end}{after}".encode())
+
+    def drawn(self, figure, name, words):
+        """Write a figure; the line that shows it."""
+        name = f"{self.prefix}_{name}"
+        save_page(figure, self.file.parent / "figures" / name)
+        return f"![{words}](figures/{name}.png)"
+
+    def content(self, part, results, figure):
+        """The tables of a part, what they were measured on, and its figures.
+
+        Args:
+            part: name.
+            results: of its sweep.
+            figure: kind, and what it shows; of every model by itself, but for `bits`, which has a
+                line for each, beside the published ones. None for no figure.
+        """
+        told = [*tables(results), *data(results)]
+        done = {row["model"] for row in results.rows if row["status"] == "ok" and row["site"]}
+        if figure is None or not done:
+            return "\n\n".join(told)
+        kind, words = figure
+        if kind == "bits":
+            told += [published(), self.drawn(results.plot(kind, published=True), part, words)]
+            return "\n\n".join(told)
+        for model in (model for model in results.models if model in done):
+            name, of_one = part, words
+            if len(results.models) > 1:
+                name, of_one = f"{part}_{slug(model)}", f"{words}: {model}"
+            told.append(self.drawn(results.plot(kind, metric="kl", model=model), name, of_one))
+        return "\n\n".join(told)
+
+
+def tables(results):
+    """One table a metric: a row a model and way of quantizing, a column a width."""
+    for measure in measures(results):
+        if measure.metric not in SHOWN:
+            continue
+        title, layout = SHOWN[measure.metric]
+        of_one = lines(results, measure)
+        widths = sorted({bits for line in of_one for bits in line.points}, reverse=True)
+        rows = [
+            f"{title}:", "",
+            f"| model | quantized | {' | '.join(map(str, widths))} |",
+            f"|---|---|{'---:|' * len(widths)}",
+        ]  # fmt: skip
+        for line in of_one:
+            way = "nothing" if line.way == NO_WAY else way_label(line.way)
+            cells = (cell(line.points.get(bits), layout) for bits in widths)
+            rows.append(f"| {line.model} | {way} | {' | '.join(cells)} |")
+        yield "\n".join(rows)
+
+
+def cell(row, layout):
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return "failed"
+    value, error = row["value"], row["stderr"]
+    if layout is None:
+        if not error:
+            return four_digits(value)
+        # As far as the second digit of the error.
+        layout = f".{max(1 - math.floor(math.log10(error)), 0)}f"
+    return f"{value:{layout}}" + (f" ± {error:{layout}}" if error else "")
+
+
+def data(results):
+    """What the evaluations of a sweep ran on, a sentence each."""
+    told = {}
+    for about in results.record["models"].values():
+        for one in about["evaluations"].values():
+            settings, source = one["settings"], one["source"]
+            if "seq_len" in settings:
+                what = f"{settings['tokens']:,} tokens of `{source}` in windows of"
+                told[f"{what} {settings['seq_len']:,}."] = None
+            else:
+                told[f"{settings['questions']:,} questions of `{source}`."] = None
+    return list(told)
+
+
+def published():
+    """The paper's Figure 8 as a table."""
+    widths = list(next(iter(FIGURE_8.values())))
+    rows = [f"| published | {' | '.join(map(str, widths))} |", f"|---|{'---:|' * len(widths)}"]
+    for model, values in FIGURE_8.items():
+        rows.append(f"| {model} | {' | '.join(f'{values[bits]:.3f}' for bits in widths)} |")
+    return "\n".join([*rows, "", f"{FIGURE_8_SOURCE}. {MODELS}. {FIGURE_8_UNSAID}"])
