@@ -1,6 +1,7 @@
 """Errors that a user can mend: one sentence that names the thing and the remedy."""
 
 __all__ = [
+    "CutWarning",
     "LeftAloneWarning",
     "MissingExtraError",
     "QuantizationError",
@@ -34,6 +35,10 @@ class QuantizationError(UsageError):
 
 class VerificationError(RuntimeError):
     """A checkpoint is not what was measured; the command line prints it and exits with code 1."""
+
+
+class CutWarning(UserWarning):
+    """An evaluation asked for more than fits into the model's context."""
 
 
 class UnknownLayoutWarning(UserWarning):

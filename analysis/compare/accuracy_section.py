@@ -1,6 +1,7 @@
 """The section on accuracy against bits: tables, figures, and paired differences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -9,7 +10,7 @@ from quantdiff.analysis.compare.difference_figure import difference_data, differ
 from quantdiff.analysis.compare.differences import Differences
 from quantdiff.analysis.compare.measured import Measured, data_of
 from quantdiff.analysis.compare.outlier_figures import Colors
-from quantdiff.analysis.compare.paired import LEVEL, RESAMPLES, SEED
+from quantdiff.analysis.compare.paired import DECISIVE, FEW, LEVEL, RESAMPLES, SEED
 from quantdiff.analysis.compare.parts import Keys, constant, table, warned, words
 from quantdiff.analysis.published import FIGURE_8_SOURCE, FIGURE_8_UNSAID, MODELS, figure_8_frame
 from quantdiff.analysis.report.content import Figure, Part, Section, Shown, Table
@@ -21,7 +22,6 @@ __all__ = ["accuracy_section"]
 _NOTHING = "No sweep was given: quantdiff sweep MODEL --eval E --out DIR evaluates low bit widths."
 _NO_ACCURACY = "No accuracy was measured that the paper's Figure 8 could be drawn beside."
 _ONCE = {"baseline": "Baseline:", "metric": "Metric:", "n": "n ="}
-_FEW = 30  # units, below which a percentile interval is too narrow to be taken at its word
 
 
 def accuracy_section(
@@ -70,13 +70,25 @@ def _bits(measured: Measured, measure: Measure, keys: Keys) -> Table:
     caption = data_of(measured)
     if scheme is not None:
         caption += f" All in one way: {scheme}."
-    if any(str(name).endswith("_stderr") for name in frame):
-        caption += " ± is one standard error."
     counts = {row["count"] for row in measured.results.rows if row.get("metric") == measure.metric}
+    things, over = "", ""
+    if any(str(name).endswith("_stderr") for name in frame):
+        things, over = _counted(measured.data["settings"])
+        caption += f" ± is one standard error{over and f' over the {over}'}."
     if len(counts) == 1:
-        caption += f" n = {counts.pop():,}."
+        caption += f" n = {counts.pop():,}{things}."
     key = keys("bits", measure.source, measure.metric)
     return table(key, literal(measure.label), frame, caption)
+
+
+def _counted(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """What a result counts where its error is over something else, and what that is."""
+    if "windows" in settings:
+        return f" tokens in {settings['windows']:,} windows", "windows"
+    if "samples" in settings:  # of the needles: at all depths one text
+        texts = len(set(settings["lengths"])) * settings["samples"]
+        return f" questions about {texts:,} texts", "texts"
+    return "", ""
 
 
 def _figure_8(keys: Keys) -> Table:
@@ -124,7 +136,7 @@ def _differences(measured: Measured, found: Differences, keys: Keys) -> list[Tab
             shown, value = constant(shown, column)
             if value is not None and value != "16 bits":
                 caption += f" {word} {value}."
-        caption += f" {_how(frame)}"
+        caption += f" {_how(frame)}{_undecided(frame)}"
         key = keys("differences", which, measured.source)
         heads = {"low": f"{LEVEL} % from", "high": "to"}
         title = f"{title}: {literal(measured.source)}"  # noqa: PLW2901
@@ -142,14 +154,41 @@ def _drawn(measured: Measured, found: Differences, colors: Colors, keys: Keys) -
 
 
 def _how(frame: pd.DataFrame) -> str:
-    told = (
-        f"{LEVEL} % percentile intervals of a paired bootstrap, {RESAMPLES:,} resamples of n "
-        f"units, seed {SEED}; each is for itself, so that of many some exclude 0 by chance. An "
-        "interval without width means that no unit differs, or that all do by the same."
+    """By what the intervals are, which may differ with the number of units."""
+    n, unit = frame["n"], frame["unit"].iloc[0]
+    few, many = n[(n > 1) & (n < FEW)], n[n >= FEW]
+    told = []
+    if len(few):
+        told.append(
+            f"Over {_from_to(few)} {unit} {LEVEL} % intervals are Student's t of the paired "
+            "differences, with n − 1 degrees of freedom."
+        )
+    if len(many):
+        told.append(
+            f"Over {_from_to(many)} {unit} {LEVEL} % intervals are percentiles of a paired "
+            f"bootstrap, {RESAMPLES:,} resamples of n {unit}, seed {SEED}."
+        )
+    if n.min() == 1:
+        told.append("A difference over a single one has no interval.")
+    told.append(
+        "Each is for itself, so that of many some exclude 0 by chance. An interval without width "
+        "means that no unit differs, or that all do by the same."
     )
     if "nll" in set(frame["metric"]):
-        told += " nll is in nats a token, windows weighted by their tokens."
-    least = int(frame["n"].min())
-    if least < _FEW:
-        told += f" With {least} units intervals are somewhat too narrow."
-    return told
+        told.append("nll is in nats a token, windows weighted by their tokens.")
+    return " ".join(told)
+
+
+def _from_to(n: "pd.Series[int]") -> str:
+    least, most = int(n.min()), int(n.max())
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _undecided(frame: pd.DataFrame) -> str:
+    """Why some lines do not say whether 0 is excluded; empty where all do."""
+    if frame["n"].min() >= DECISIVE:
+        return ""
+    return (
+        f" Below {DECISIVE} {frame['unit'].iloc[0]} it is not said whether 0 is excluded: so few "
+        f"may all differ to one side by chance in more than {100 - LEVEL} % of cases."
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from quantdiff.analysis.compare.measured import Measured
-from quantdiff.analysis.compare.paired import Units, intervals, units_of
+from quantdiff.analysis.compare.paired import DECISIVE, Units, intervals, units_of
 from quantdiff.analysis.compare.parts import joined
 from quantdiff.analysis.sweep.lines import NO_WAY, Line, Measure, Way, lines, measures, way_label
 from quantdiff.analysis.sweep.results import Row, read_items
@@ -33,7 +33,8 @@ class Differences:
     Attributes:
         models: of each model from the first at the same width, with `COLUMNS`; none where the
             first has no result. `difference` is the model's value less that of the baseline, `low`
-            and `high` its 95 % interval.
+            and `high` its 95 % interval over `n` units; `excludes_0` is missing where these are
+            too few to tell.
         widths: of each width from 16 bits of the same model, likewise.
         warnings: what could not be paired, one sentence each.
     """
@@ -55,7 +56,7 @@ class _Pair:
 
 
 def differences(measured: Measured) -> Differences:
-    """All paired differences of an evaluation, with 95 % percentile bootstrap intervals.
+    """All paired differences of an evaluation, with the 95 % intervals of `paired.intervals`.
 
     Pairs are made within one evaluation on the same data alone. A metric that is no mean of its
     items, such as a perplexity, has none; that of its logarithm, `nll`, is the difference of nats
@@ -171,7 +172,7 @@ def _frame(measured: Measured, pairs: list[_Pair], items: _Items) -> pd.DataFram
         stacked = np.column_stack([difference for *_, difference in entries])  # (n, k)
         ends = intervals(stacked, weights)
         for (number, pair, units, difference), low, high in zip(entries, *ends, strict=True):
-            excludes = None if np.isnan(low) else bool(low > 0 or high < 0)
+            excludes = bool(low > 0 or high < 0) if len(weights) >= DECISIVE else None
             rows[number] = (
                 measured.source, pair.metric, pair.scheme, pair.bits, pair.model, pair.baseline,
                 float(difference.sum() / weights.sum()), low, high, excludes, len(weights),

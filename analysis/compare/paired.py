@@ -1,4 +1,4 @@
-"""Paired differences with bootstrap intervals: the same questions or windows, drawn together."""
+"""Intervals of paired differences: the same questions or windows, taken together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LEVEL", "RESAMPLES", "SEED", "Units", "intervals", "units_of"]
+from quantdiff.analysis.evaluation.estimates import ratio
+
+__all__ = ["DECISIVE", "FEW", "LEVEL", "RESAMPLES", "SEED", "Units", "intervals", "units_of"]
 
 RESAMPLES, SEED, LEVEL = 10_000, 0, 95  # per cent
+
+# Below this many units resamples vary less than samples do: percentile intervals at 95 % hold the
+# truth 80 % of the time for 4 units and 92 % for 16.
+FEW = 30
+
+# Below this many units no interval tells a difference from 0, whatever the law of the differences:
+# all of five units differ to one side by chance with a probability of 2 · 2⁻⁵, above 5 %.
+DECISIVE = 6
+
+# Student's t beyond which 2.5 % lie, for 1, 2, … degrees of freedom: `LEVEL` to both sides.
+_STUDENT = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+    2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
+)  # fmt: skip
 
 _BLOCK = 1 << 22  # units drawn at a time
 _CLOSE = 1e-9
@@ -65,10 +82,14 @@ def units_of(items: Mapping[str, NDArray[Any]], metric: str, value: float) -> Un
 def intervals(
     differences: NDArray[np.float64], weights: NDArray[np.float64], *, resamples: int = RESAMPLES
 ) -> NDArray[np.float64]:
-    """Percentile bootstrap intervals of Σ dᵢ / Σ wᵢ, at `LEVEL` per cent.
+    """Intervals of m = Σ dᵢ / Σ wᵢ, at `LEVEL` per cent.
 
-    Units are drawn with replacement, `resamples` times n of them, with the seed `SEED`; all
-    columns see the same draws (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13).
+    Below `FEW` units they are Student's t with n − 1 degrees of freedom: m ± t · the standard error
+    of a ratio, which is that of the residuals dᵢ − m·wᵢ (`estimates.ratio`).
+
+    From there on they are percentile bootstrap intervals: units are drawn with replacement,
+    `resamples` times n of them, with the seed `SEED`; all columns see the same draws (Efron and
+    Tibshirani, An Introduction to the Bootstrap, chapter 13).
 
     Args:
         differences: (n, k), of the sums of k pairs of results.
@@ -76,11 +97,16 @@ def intervals(
         resamples: how often n units are drawn.
 
     Returns:
-        Ends of the intervals, (2, k); NaN for a single unit, of which nothing can be drawn.
+        Ends of the intervals, (2, k); NaN for a single unit, which tells of no spread.
     """
     n, pairs = differences.shape
     if n < 2:
         return np.full((2, pairs), np.nan)
+    if n < FEW:
+        estimates = [ratio(column, weights) for column in differences.T]
+        values, errors = np.array(estimates, dtype=np.float64).T  # (k,) each
+        half = _STUDENT[n - 2] * errors
+        return np.stack([values - half, values + half])
     columns = np.column_stack([differences, weights])  # (n, k + 1)
     generator = np.random.default_rng(SEED)
     found = np.empty((resamples, pairs))

@@ -5,6 +5,7 @@ import copy
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ from quantdiff.analysis.evaluation.tasks import (
     load_tasks,
     task_fingerprint,
 )
-from quantdiff.errors import QuantizationError, UsageError, require
+from quantdiff.errors import CutWarning, QuantizationError, UsageError, require
 
 __all__ = ["COSTS", "Harness", "build"]
 
@@ -53,7 +54,11 @@ class Harness(Evaluation):
 
     lm-eval gives padded batches to a model without a mask, so that padding would count in dynamic
     ranges. Log-likelihoods are computed here instead, with the same tokens and cuts; generation is
-    lm-eval's own.
+    lm-eval's own. The log-likelihoods are those of fp32 logits, whatever the model's dtype, as
+    lm-eval's are where it is given `softmax_dtype=float32`; else it sums them in bf16 or fp16.
+
+    A request that is longer than the model's context is cut from the left, as lm-eval does. Where
+    that happens a warning says so, and the last metric, `cut`, is the share of requests.
 
     Attributes:
         forward: the model.
@@ -101,7 +106,18 @@ class Harness(Evaluation):
             with context():
                 results = evaluator.evaluate(lm=model, task_dict=self.tasks, limit=self.limit)
         progress(self.total - told)
-        return _outcome(results)
+        outcome = _outcome(results)
+        if not model.cut:
+            return outcome
+        warnings.warn(
+            f"{self.name}: {model.cut:,} of {requests:,} requests were cut from the left to fit "
+            f"into the model's context of {model.max_length:,} tokens; what they ask about may be "
+            "gone",
+            CutWarning,
+            stacklevel=2,
+        )
+        cut = Metric("cut", model.cut / requests, None, requests)
+        return Outcome((*outcome.metrics, cut), outcome.items)
 
 
 def _language_model(
@@ -111,11 +127,13 @@ def _language_model(
     progress: Callable[[int], None],
     stop: Callable[[], bool],
 ) -> Any:
-    """The model as lm-eval calls it; `progress` is told of requests."""
+    """The model as lm-eval calls it; `progress` is told of requests, `cut` counts those cut."""
     base: Any = require("lm_eval.models.huggingface", "eval", "run a model in lm-eval").HFLM
 
     class Masked(base):
         """lm-eval's model, with log-likelihoods from batches with a mask."""
+
+        cut = 0
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
             return super().loglikelihood(requests, disable_tqdm=True)
@@ -133,10 +151,24 @@ def _language_model(
                 progress(len(part))
             return answers
 
+        def tok_batch_encode(
+            self, strings: Any, *given: Any, left_truncate_len: int | None = None, **options: Any
+        ) -> Any:
+            if left_truncate_len:
+                lengths = (len(self.tok_encode(string)) for string in strings)
+                self.cut += sum(length > left_truncate_len for length in lengths)
+            return super().tok_batch_encode(
+                strings, *given, left_truncate_len=left_truncate_len, **options
+            )
+
         def _loglikelihood_tokens(
             self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
             pairs = [_pair(start, end, self.max_length) for _, start, end in requests]
+            self.cut += sum(
+                len(pair.context) < len(start)
+                for pair, (_, start, _) in zip(pairs, requests, strict=True)
+            )
             sums, greedy = log_likelihoods(
                 forward, pairs, batch_size=batch_size, progress=progress, stop=stop
             )

@@ -9,7 +9,7 @@ from quantdiff.analysis.evaluation.pairs import Encoder, Pair
 from quantdiff.calibration.text import read_documents
 from quantdiff.errors import UsageError
 
-__all__ = ["CITIES", "SEED", "Haystack", "haystack"]
+__all__ = ["CITIES", "SEED", "Haystack", "haystack", "words_there"]
 
 SEED = 0
 CITIES = (
@@ -61,7 +61,7 @@ def haystack(
         encoder: makes tokens.
         needles: N, how many are hidden.
         queries: R, how many are asked for.
-        length: tokens at most, with question and answer.
+        length: tokens at most, with question and answer; below `words_there()`.
         depth: in [0, 1].
         sample: number of the text among those of its length.
 
@@ -75,7 +75,7 @@ def haystack(
     depths = [depth] * queries + [draw.random() for _ in range(needles - queries)]
     # In an order that is drawn, or those at one place would stand in the order of the questions.
     hidden = draw.sample(list(zip(depths, cities, numbers, strict=True)), needles)
-    begin = draw.randrange(len(_words()) - length)
+    begin = draw.randrange(words_there() - length)
     words = _words()[begin : begin + length]  # a word has at least a token
     # Of equal scores the first counts: the right number must stand in no place of its own.
     answers = [draw.sample(numbers, needles) for _ in range(queries)]
@@ -105,6 +105,11 @@ def haystack(
         f"{needles} needles and {_FEWEST_WORDS} words around them do not fit into {length} tokens: "
         "use fewer needles or a greater length"
     )
+
+
+def words_there() -> int:
+    """Words of the text that haystacks are made of."""
+    return len(_words())
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ import numpy as np
 from quantdiff.analysis.evaluation.base import Evaluation, Metric, Outcome, Text, quiet, unstopped
 from quantdiff.analysis.evaluation.estimates import mean
 from quantdiff.analysis.evaluation.forward import Forward, evaluating
-from quantdiff.analysis.evaluation.haystack import CITIES, SEED, Haystack, haystack
+from quantdiff.analysis.evaluation.haystack import CITIES, SEED, Haystack, haystack, words_there
 from quantdiff.analysis.evaluation.pairs import Encoder, check_pairs
 from quantdiff.analysis.evaluation.scoring import best, score_choices
 from quantdiff.errors import UsageError
@@ -112,6 +112,11 @@ def _parsed(name: str, argument: str, model: Any) -> tuple[int, int, list[int]]:
     if min(lengths) < 1 or (limit is not None and max(lengths) > limit):
         raise UsageError(
             f"{name!r} has a length beyond the model's context of {limit} tokens, or below 1"
+        )
+    if max(lengths) >= words_there():
+        raise UsageError(
+            f"{name!r} has a length that the shipped text of {words_there():,} words may not fill: "
+            "use a shorter one"
         )
     return needles, queries, lengths
 

@@ -4,9 +4,10 @@ import hashlib
 import json
 import logging
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,19 @@ def lm_eval_version() -> str:
 
 @contextmanager
 def as_lm_eval() -> Iterator[None]:
-    """The random state that lm-eval starts from, and less of its log; both put back."""
+    """The random state that lm-eval starts from, and less of its log; both put back.
+
+    What tasks print goes to stderr: stdout may be somebody's JSON.
+    """
     states = random.getstate(), np.random.get_state()
     log = logging.getLogger("lm_eval")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with (
+            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+            redirect_stdout(sys.stderr),
+        ):
             random.seed(_SEEDS["random"])
             np.random.seed(_SEEDS["numpy"])
             torch.manual_seed(_SEEDS["torch"])

@@ -129,9 +129,14 @@ def silence_libraries() -> None:
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
     """Print quantdiff's own warnings as one line each."""
-    from quantdiff.errors import LeftAloneWarning, SchemesLeftOutWarning, UnknownLayoutWarning
+    from quantdiff.errors import (
+        CutWarning,
+        LeftAloneWarning,
+        SchemesLeftOutWarning,
+        UnknownLayoutWarning,
+    )
 
-    own = LeftAloneWarning, UnknownLayoutWarning, SchemesLeftOutWarning
+    own = CutWarning, LeftAloneWarning, SchemesLeftOutWarning, UnknownLayoutWarning
     with warnings.catch_warnings():
         for kind in own:
             warnings.simplefilter("once", kind)

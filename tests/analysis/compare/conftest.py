@@ -37,11 +37,11 @@ def trio() -> list[quantdiff.Profile]:
     ]
 
 
-def windows(seed: int, worse: float = 0.0) -> dict[str, Any]:
-    """Items of a perplexity over eight windows of different lengths."""
+def windows(seed: int, worse: float = 0.0, number: int = 8) -> dict[str, Any]:
+    """Items of a perplexity over windows, of which the last is shorter."""
     generator = np.random.default_rng(seed)
-    tokens = np.array([31, 31, 31, 31, 31, 31, 31, 12])
-    return {"nll": tokens * generator.normal(3 + worse, 0.3, 8), "tokens": tokens}
+    tokens = np.array([31] * (number - 1) + [12])
+    return {"nll": tokens * generator.normal(3 + worse, 0.3, number), "tokens": tokens}
 
 
 def answers(seed: int, right: float = 0.5) -> dict[str, Any]:
@@ -65,7 +65,9 @@ def metrics_of(items: dict[str, Any]) -> dict[str, float]:
 
 def evaluated(name: str, data: str = MARK, **settings: Any) -> dict[str, Any]:
     """What sweep.json says of an evaluation."""
-    known = {"tokens": 229, "seq_len": 32} if name == "perplexity" else {"questions": 40}
+    known = {"questions": 40}
+    if name == "perplexity":
+        known = {"tokens": 229, "windows": 8, "seq_len": 32}
     source = "corpus" if name == "perplexity" else name.partition(":")[2]
     return {"source": source, "data": data, "settings": {"version": 1} | known | settings}
 

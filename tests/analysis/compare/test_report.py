@@ -15,6 +15,7 @@ from quantdiff.analysis.report import Figure, Table, Warned, read_table, write_r
 from quantdiff.analysis.sweep.record import read_record, write_record
 from quantdiff.analysis.sweep.results import ResultsFile
 from tests.analysis.compare.conftest import (
+    answers,
     evaluated,
     line,
     recorded,
@@ -73,6 +74,35 @@ class TestReport:
         for key in ("bits-perplexity-nll", "differences-models-perplexity"):
             for word in ("229 tokens", "corpus", "aaaaaaaaaaaa", "float32"):
                 assert word in found[key].caption, key
+
+    def test_captions_say_over_what_errors_are_and_by_what_intervals(self, swept, tmp_path):
+        found = with_figures(quantdiff.compare(swept))
+        errors = found["bits-perplexity-nll"].caption
+        assert "one standard error over the windows. n = 40 tokens in 8 windows." in errors
+        assert "one standard error. n = 40." in found["bits-choice-questions-jsonl-acc"].caption
+        student, bootstrap = "Over {} {} 95 % intervals are Student's t", "paired bootstrap, 10,000"
+        for kind in ("differences-models", "differences-widths", "figure-differences"):
+            few = found[f"{kind}-perplexity"].caption
+            assert student.format(8, "windows") in few
+            assert "bootstrap" not in few
+            assert "not said" not in few
+            many = found[f"{kind}-choice-questions-jsonl"].caption
+            assert f"Over 40 questions 95 % intervals are percentiles of a {bootstrap}" in many
+            assert "Student" not in many
+        told = {"evaluations": {"perplexity": evaluated("perplexity", windows=4)}}
+        cells = [("m", "perplexity", bits, windows(bits, number=4)) for bits in (16, 8)]
+        found = by_key(quantdiff.compare(write_sweep(tmp_path / "s", {"m": told}, cells)))
+        caption = found["differences-widths-perplexity"].caption
+        assert student.format(4, "windows") in caption
+        assert "Below 6 windows it is not said" in caption
+
+    def test_of_needles_errors_are_over_texts(self, tmp_path):
+        settings = {"lengths": [512, 1024], "samples": 10}
+        told = {"evaluations": {"needles": evaluated("needles", **settings)}}
+        cells = [("m", "needles", bits, answers(bits)) for bits in (16, 8)]
+        found = by_key(quantdiff.compare(write_sweep(tmp_path / "s", {"m": told}, cells)))
+        caption = found["bits-needles-acc"].caption
+        assert "one standard error over the texts. n = 40 questions about 20 texts." in caption
 
     def test_bits_are_those_of_the_results(self, swept):
         comparison = quantdiff.compare(swept)

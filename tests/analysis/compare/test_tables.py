@@ -166,6 +166,19 @@ class TestDifferences:
             expected = values[row.model, row.metric, row.bits] - values[other]
             assert row.difference == pytest.approx(expected, abs=1e-9)
 
+    def test_of_too_few_windows_it_is_not_said_that_they_exclude_0(self, tmp_path):
+        told = {"evaluations": {"perplexity": evaluated("perplexity")}}
+        for number, said in ((1, False), (5, False), (6, True)):
+            cells = [
+                ("m", "perplexity", bits, windows(1, worse=(16 - bits) * 5, number=number))
+                for bits in (16, 8)
+            ]
+            folder = write_sweep(tmp_path / str(number), {"m": told}, cells)
+            (row,) = quantdiff.compare(folder).differences().itertuples()
+            assert (row.n, row.unit) == (number, "windows")
+            assert np.isnan(row.low) if number == 1 else row.low > 0
+            assert row.excludes_0 is (True if said else None)
+
     def test_other_questions_are_never_paired(self, tmp_path):
         for number, name in enumerate(("a", "b")):
             told = {"evaluations": {"choice:q.jsonl": evaluated("choice:q.jsonl", data=name * 64)}}

@@ -95,12 +95,12 @@ def write_task(folder, data, name="own", template=TASK):
     return path
 
 
-def run_lm_eval(model, tokenizer, path, batch_size=1):
+def run_lm_eval(model, tokenizer, path, batch_size=1, **options):
     """lm-eval's own run of a local task file."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(path.parent), include_defaults=False)
-    model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, **options)
     return lm_eval.simple_evaluate(model=model, tasks=[path.stem], task_manager=manager)

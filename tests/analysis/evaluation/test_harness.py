@@ -7,6 +7,7 @@ import json
 import logging
 import random
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,6 +88,20 @@ def test_equals_lm_evals_own_run(model, tokenizer, tmp_path, questions, template
             assert metric.count == len(QUESTIONS)
             values = [sample[metric.name] for sample in theirs["samples"]["own"]]
             np.testing.assert_allclose(ours.items[metric.name], values, rtol=1e-5)
+
+
+def test_likelihoods_are_of_fp32_logits(tokenizer, tmp_path, questions):
+    model = tiny_llama(max_position_embeddings=1024).bfloat16()
+    path = write_task(tmp_path, questions, template=ROLLING)
+    ours = run(model, tokenizer, path, 1).items["word_perplexity"][:, 0]  # summed log-likelihoods
+
+    def gap(**options):
+        samples = run_lm_eval(model, tokenizer, path, **options)["samples"]["own"]
+        theirs = np.array([sample["word_perplexity"][0] for sample in samples])
+        return np.abs(ours / theirs - 1).max()
+
+    assert gap(softmax_dtype="float32") < 1e-5
+    assert gap() > 1e-4
 
 
 def test_generation_is_lm_evals(tokenizer, tmp_path, questions):
@@ -309,10 +324,54 @@ def test_what_is_too_long_is_cut_from_the_left(tokenizer, tmp_path):
     rows = [{"query": f"{'q' * i} the land", "choices": ["ab", "c"], "gold": 0} for i in (3, 40)]
     path = write_task(tmp_path, write_rows(tmp_path / "rows.jsonl", rows))
     theirs = run_lm_eval(model, tokenizer, path)
-    ours = run(model, tokenizer, path)
-    assert [metric.value for metric in ours.metrics] == [
+    with pytest.warns(CutWarning, match=r"own\.yaml: 2 of 4 requests .* context of 24 tokens"):
+        *ours, cut = run(model, tokenizer, path).metrics
+    assert [metric.value for metric in ours] == [
         theirs["results"]["own"][key] for key in ("acc,none", "acc_norm,none")
     ]
+    assert (cut.name, cut.value, cut.stderr, cut.count) == ("cut", 0.5, None, 4)
+
+
+def test_cut_texts_to_go_on_from_are_told_too(tokenizer, tmp_path):
+    model = tiny_llama(max_position_embeddings=24)
+    # Four tokens are to be written, so that twenty remain for the text.
+    rows = [{"query": "q" * length, "choices": ["a"], "gold": 0} for length in (19, 20, 21, 40)]
+    lengths = [len(tokenizer(row["query"])["input_ids"]) for row in rows]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    path = write_task(tmp_path, data, template=GENERATION)
+    expected = sum(length > 20 for length in lengths)
+    assert 0 < expected < len(rows)
+    for batch_size in (1, 4):
+        with pytest.warns(CutWarning, match=f"{expected} of 4 requests were cut"):
+            outcome = run(model, tokenizer, path, batch_size)
+        assert outcome.metrics[-1].value == expected / 4
+
+
+def test_nothing_is_said_of_cuts_where_there_are_none(tokenizer, tmp_path):
+    """Also of texts that lm-eval reads piece by piece."""
+    model = tiny_llama(max_position_embeddings=24)
+    data = write_rows(tmp_path / "rows.jsonl", [{"query": "the land " * 20}])
+    path = write_task(tmp_path, data, template=ROLLING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CutWarning)
+        names = [metric.name for metric in run(model, tokenizer, path).metrics]
+    assert names == ["word_perplexity", "byte_perplexity"]
+
+
+def test_what_tasks_print_is_not_on_stdout(model, tokenizer, tmp_path, questions, capsys):
+    (tmp_path / "talking.py").write_text(
+        "print('imported')\n"
+        "def asked(doc):\n    print('asked')\n    return doc['query']\n"
+        "def judged(doc, results):\n    print('judged')\n    return {'acc': 1.0}\n"
+    )
+    template = TASK.replace('"{{{{query}}}}"', "!function talking.asked")
+    template = template.partition("  - {{metric: acc_norm")[0]
+    template += "process_results: !function talking.judged\n"
+    path = write_task(tmp_path, questions, template=template)
+    assert run(model, tokenizer, path).metrics[0].value == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert {"imported", "asked", "judged"} <= set(err.splitlines())
 
 
 def test_without_lm_eval(model, tokenizer, task, monkeypatch):

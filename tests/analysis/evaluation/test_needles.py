@@ -9,7 +9,7 @@ import torch
 from quantdiff import Scheme, UsageError, fake_quantize
 from quantdiff.analysis.compare.paired import units_of
 from quantdiff.analysis.evaluation import evaluation, needles
-from quantdiff.analysis.evaluation.haystack import haystack
+from quantdiff.analysis.evaluation.haystack import haystack, words_there
 from quantdiff.analysis.evaluation.needles import DEPTHS
 from quantdiff.analysis.evaluation.pairs import Encoder
 from tests.analysis.evaluation.conftest import plain_logits
@@ -180,3 +180,11 @@ def test_bad_requests(model, tokenizer, few, argument, message):
         return
     with pytest.raises(UsageError, match=message):
         evaluation(f"needles:{argument}", model, tokenizer)
+
+
+def test_lengths_beyond_the_shipped_text_are_refused_before_any_text_is_made(tokenizer):
+    model = tiny_llama(max_position_embeddings=300_000)
+    with pytest.raises(UsageError, match=r"'needles:4,2@300,200000' .* text of 147,697 words"):
+        evaluation("needles:4,2@300,200000", model, tokenizer)
+    with pytest.raises(UsageError, match="may not fill"):
+        evaluation(f"needles:2,1@{words_there()}", model, tokenizer)
