@@ -17,6 +17,7 @@ import torch
 
 from quantdiff import MissingExtraError, QuantizationError, Scheme, UsageError, fake_quantize
 from quantdiff.analysis.evaluation import Stopped, evaluation
+from quantdiff.errors import CutWarning
 from tests.analysis.evaluation.conftest import (
     QUESTIONS,
     TASK,
