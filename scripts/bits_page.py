@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantdiff.analysis.published import FIGURE_8, FIGURE_8_SOURCE, FIGURE_8_UNSAID, MODELS
 from quantdiff.analysis.style import save_page
-from quantdiff.analysis.sweep.lines import NO_WAY, lines, measures, way_label
+from quantdiff.analysis.sweep.lines import NO_WAY, lines, measures, model_labels, way_label
 from quantdiff.analysis.text import four_digits, slug
 from quantdiff.errors import UsageError
 from quantdiff.files import write_bytes
@@ -77,12 +77,18 @@ class Page:
         if kind == "bits":
             told += [published(), self.drawn(results.plot(kind, published=True), part, words)]
             return "\n\n".join(told)
+        short = names(results)
         for model in (model for model in results.models if model in done):
             name, of_one = part, words
             if len(results.models) > 1:
-                name, of_one = f"{part}_{slug(model)}", f"{words}: {model}"
+                name, of_one = f"{part}_{short[model]}", f"{words}: {model}"
             told.append(self.drawn(results.plot(kind, metric="kl", model=model), name, of_one))
         return "\n\n".join(told)
+
+
+def names(results):
+    """What models are called in names of files."""
+    return {model: slug(label) for model, label in model_labels(results.models).items()}
 
 
 def tables(results):

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bits_page import Page, data
+from bits_page import Page, data, names
+
 from quantdiff.analysis.evaluation import Text
 from quantdiff.analysis.sensitivity import Sensitivity
 from quantdiff.analysis.sweep import SweepResults, make_grid, sweep
 from quantdiff.analysis.sweep.mixed import plan_bits
 from quantdiff.analysis.sweep.ranking import plot_sensitivity
-from quantdiff.analysis.text import four_digits, slug
+from quantdiff.analysis.text import four_digits
 from quantdiff.errors import UsageError
 from quantdiff.models import context_length, load
 from quantdiff.quantization import Scheme, schemes
@@ -211,7 +212,7 @@ def layers_content(page):
                 f"{expected} | {mixed} | {told['uniform']} | {uniform} |"
             )
             words = f"KL of {model}, one layer's {site.replace('_', ' ')} at a time"
-            name = f"{LAYERS}_{slug(model)}_{site}"
+            name = f"{LAYERS}_{names(search)[model]}_{site}"
             figures.append(page.drawn(plot_sensitivity(one), name, words))
     told = [
         f"{what}: {sentence}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantdiff.analysis.sweep.own_code import own_code, quantizer_versions
 from quantdiff.calibration.table import CalibrationTable
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.statistics.arrays import to_arrays
@@ -45,6 +46,9 @@ def cell_id(
 ) -> str:
     """The id of a cell: equal if and only if all is equal that the result depends on.
 
+    But for its last digits, which the processor, threads and batches have a part in: those are
+    recorded beside (`conditions`).
+
     Args:
         model: fingerprint.
         device: its type; a GPU sums in another order than a CPU.
@@ -68,7 +72,10 @@ def cell_id(
 
 @functools.cache
 def deciding_versions() -> dict[str, str]:
-    """Versions of what computes a result; the others change no number or are in the data."""
+    """Versions of what computes every result; the others change no number or are in the data.
+
+    Those of a library that computes with a quantized checkpoint are the model's.
+    """
     known = versions()
     return {name: known[name] for name in ("quantdiff", "torch", "transformers")}
 
@@ -76,8 +83,9 @@ def deciding_versions() -> dict[str, str]:
 def model_fingerprint(model: nn.Module, tokenizer: Any) -> str:
     """SHA-256, as hex, over all that a model computes with, and its tokenizer.
 
-    That is its class, config, attention implementation and tensors. Where it was loaded from and
-    where it lies do not matter; its dtype does.
+    That is its class, config, attention implementation and tensors, the code that is part of no
+    installed library, and the version of what a quantized checkpoint is computed with. Where it was
+    loaded from and where it lies do not matter; its dtype does.
     """
     config = getattr(model, "config", None)
     about = {
@@ -85,6 +93,12 @@ def model_fingerprint(model: nn.Module, tokenizer: Any) -> str:
         "attention": getattr(config, "_attn_implementation", None),
         "config": None if config is None else _important(config.to_dict()),
     }
+    # Entries that most models have not: their results from before there were these count.
+    beside = {
+        "code": own_code([*model.modules(), tokenizer]),
+        "quantizers": quantizer_versions(model),
+    }
+    about |= {name: value for name, value in beside.items() if value}
     digest = hashlib.sha256(_json(about))
     digest.update(_json(_rules(tokenizer)))
     first: dict[tuple[int, torch.Size, Any], str] = {}  # where a tied tensor was hashed

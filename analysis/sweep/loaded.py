@@ -28,8 +28,8 @@ class SweepResults:
     Attributes:
         folder: where it lies.
         record: the content of `sweep.json`: `models` with their fingerprints, evaluations and
-            calibration, `cells`, `asked` (those of the last call), `definitions` (not in folders of
-            earlier versions), `versions`, `commands`.
+            calibration, `cells`, `asked` (those of the last call), `definitions` and `requests`
+            (not in folders of earlier versions), `versions`, `commands`.
         rows: the lines of `results.jsonl` that count, as they stand there, in the order of the
             grid; of a cell that failed several times the last one.
     """

@@ -14,6 +14,7 @@ from quantdiff.analysis.evaluation import Evaluation, Text, evaluation
 from quantdiff.analysis.sweep.entries import Entry, each_one
 from quantdiff.analysis.sweep.grid import Cell
 from quantdiff.analysis.sweep.identity import cell_id, model_fingerprint
+from quantdiff.analysis.sweep.own_code import quantizer_versions
 from quantdiff.analysis.sweep.ranges import (
     Ranges,
     Tables,
@@ -83,6 +84,7 @@ class Opened:
         """What `sweep.json` says of the model."""
         told = describe(self.model)
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        quantizers = quantizer_versions(self.model)
         return {
             "fingerprint": self.fingerprint,
             "family": told["family"],
@@ -103,7 +105,7 @@ class Opened:
             and {"fingerprint": self.ranges.fingerprint, "data": self.ranges.data},
             "remedies": self.windows
             and {"fingerprint": self.windows.fingerprint, "data": data_of(self.windows)},
-        }
+        } | ({"quantizers": quantizers} if quantizers else {})
 
 
 class Shelf:

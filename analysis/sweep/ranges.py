@@ -137,7 +137,7 @@ def calibrated(
         tokens: of text.
         seq_len: tokens a window; None for 2,048 or the model's context, whichever is less.
         folder: of this model's calibration alone; made when it is needed.
-        batch_size: windows in one forward pass; changes no range.
+        batch_size: windows in one forward pass; moves ranges by the rounding of fp32 sums alone.
         note: told what a user should know of the table.
         stop: asked after each pass.
 

@@ -77,7 +77,9 @@ def extended(
 
     Returns:
         `models`, and `cells`, all ids in order; `asked`, those of the last request;
-        `definitions`, `versions`, and `commands`.
+        `definitions`, `versions`, and `commands`; `requests`, those so far that had something to
+        compute: the `command` of each, and its `conditions.conditions`, which folders of earlier
+        versions lack.
 
     Raises:
         UsageError: the folder holds results that do not go together with these.
@@ -108,6 +110,7 @@ def extended(
         "definitions": DEFINITIONS,
         "versions": versions(),
         "commands": commands,
+        "requests": old.get("requests", [{"command": one} for one in old["commands"]]),
     }
 
 
@@ -136,7 +139,8 @@ def _check(folder: Path, old: Record, models: dict[str, Any]) -> None:
                 )
         if known["fingerprint"] != told["fingerprint"]:
             raise UsageError(
-                f"{start} of another {name}: its weights or its config have changed; {_REMEDY}"
+                f"{start} of another {name}: its weights, its config, its code or the library "
+                f"that computes with its quantized weights have changed; {_REMEDY}"
             )
         for evaluation, data in told["evaluations"].items():
             before = known["evaluations"].get(evaluation, data)

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from quantdiff.analysis.evaluation import Stopped, Text
+from quantdiff.analysis.sweep.blocks import computed_otherwise, of_attention
+from quantdiff.analysis.sweep.conditions import conditions, elsewhere
 from quantdiff.analysis.sweep.distributed import Processes
 from quantdiff.analysis.sweep.entries import check_each, entries_of
 from quantdiff.analysis.sweep.grid import Cell
@@ -24,6 +26,7 @@ from quantdiff.analysis.sweep.record import (
 )
 from quantdiff.analysis.sweep.results import ResultsFile
 from quantdiff.analysis.sweep.working import Work
+from quantdiff.calibration.running import model_device
 from quantdiff.calibration.table import CalibrationTable
 from quantdiff.errors import UsageError
 from quantdiff.quantization import Scheme
@@ -83,7 +86,9 @@ def sweep(
             Every scheme runs under each that goes with it.
         each: `layer` or `head`, to try every scheme on one of a model's layers, or on one head of a
             layer, at a time; see `quantdiff.analysis.sensitivity.Sensitivity.of`.
-        batch_size: sequences in one forward pass; changes no result.
+        batch_size: sequences in one forward pass; moves results by rounding alone: without
+            quantization, in fp32, by 1e-5 at most, while a quantized value at a rounding boundary
+            may go to its other side.
         overwrite: begin anew where `out` holds results.
         dtype, device, attention, trust_remote_code: as in `quantdiff.load`, for named models.
         command: the command line, for the record.
@@ -133,10 +138,10 @@ def sweep(
     alone = exclusive(request.out) if processes.first else nullcontext()
     with processes.together(), alone:
         shelf = Shelf(request, Tables(tables, request.names))
-        plan, about = _planned(request, shelf)
+        plan, about, devices = _planned(request, shelf)
         if processes.first:
             with writing(request.out):
-                _begin(request.out, about, plan, overwrite=overwrite, command=command)
+                _begin(request, about, plan, devices, overwrite=overwrite, command=command)
         processes.meet("recorded", request.stop)
         work = Work(request, shelf, plan, processes, progress or (lambda _: None))
         # Before anybody appends, or not all would see the same cells finished.
@@ -174,36 +179,63 @@ def _check(request: Request, tables: Sequence[Any], left_out: Sequence[str]) -> 
         )
 
 
-def _planned(request: Request, shelf: Shelf) -> tuple[list[dict[str, list[Cell]]], dict[str, Any]]:
-    """Open every model: its cells by evaluation, in order, and what is recorded of it, by name."""
+def _planned(
+    request: Request, shelf: Shelf
+) -> tuple[list[dict[str, list[Cell]]], dict[str, Any], set[torch.device]]:
+    """Open every model.
+
+    Returns:
+        Its cells by evaluation, in order; what is recorded of it, by name; the devices of all.
+    """
     plan: list[dict[str, list[Cell]]] = []
     about: dict[str, Any] = {}
+    devices = set()
     # From the last to the first, which is needed next and is in memory then.
     for number, name in reversed(list(enumerate(request.names))):
         plan.insert(0, shelf.open(number).cells)
         about[name] = shelf.open(number).about(request.text)
+        devices.add(model_device(shelf.open(number).model))
         for other, told in about.items():
             if other != name and told["fingerprint"] == about[name]["fingerprint"]:
                 raise UsageError(f"{name} and {other} are the same model: name it once")
         if request.stop():
             raise Stopped
     shelf.tables.check_used()
-    return plan, {name: about[name] for name in request.names}
+    return plan, {name: about[name] for name in request.names}, devices
 
 
 def _begin(
-    out: Path,
+    request: Request,
     about: dict[str, Any],
     plan: list[dict[str, list[Cell]]],
+    devices: set[torch.device],
     *,
     overwrite: bool,
     command: str | None,
 ) -> None:
-    """Make the folder one of this sweep, or refuse to."""
+    """Make the folder one of this sweep, or refuse to; tell what its numbers do not."""
+    out, notes = request.out, _of_blocks(request, about)
     ids = [cell.id for of_model in plan for of_one in of_model.values() for cell in of_one]
     if overwrite:
         clear(out, everything=True)
     record = extended(out, about, ids, command=command)
+    if not ResultsFile(out).finished() >= set(ids):
+        now = conditions(devices, request.batch_size)
+        notes.append(elsewhere(record["requests"], now))
+        told = {"command": command, **now}
+        if told not in record["requests"]:
+            record["requests"].append(told)
     clear(out, everything=False)
     write_record(out, record)
     ResultsFile(out).mend()
+    for sentence in filter(None, notes):
+        request.note(sentence)
+
+
+def _of_blocks(request: Request, about: dict[str, Any]) -> list[str | None]:
+    """What is to be told of the attention of each model that is compared with itself."""
+    sites = {scheme.site for entry in request.entries for scheme in entry.schemes}
+    if "divergence" not in request.evaluations or not of_attention(sites):
+        return []
+    found = {name: computed_otherwise([told["dtype"]]) for name, told in about.items()}
+    return [told and f"{name}: {told}" for name, told in found.items()]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantdiff.analysis.published import FIGURE_8, FIGURE_8_SOURCE, FIGURE_8_UNSAID
+from quantdiff.analysis.sweep.blocks import MOVED, computed_otherwise, of_attention
 from quantdiff.analysis.sweep.grid import where
 from quantdiff.analysis.sweep.lines import (
     NO_WAY,
@@ -121,6 +122,7 @@ class _MetricTable:
     def __init__(self, results: SweepResults, measure: Measure, told: Collection[str]) -> None:
         self._lines = lines(results, measure)
         self._title = _title(results, measure, self._lines, told)
+        self._caption = _caption(results, measure, self._lines)
         names = {model: literal(name) for model, name in model_labels(results.models).items()}
         short = shorten_apart(names.values(), _NAME)
         self._names = {model: short[name] for model, name in names.items()}
@@ -140,6 +142,7 @@ class _MetricTable:
         alike = len({line.way for line in of_one} - {NO_WAY}) < 2
         head = ", ".join(_HEADS.get(name, name) for name in WAYS if name not in same)
         table = _empty(self._title)
+        table.caption, table.caption_justify = self._caption, "left"
         table.add_column("model" if alike else head.replace(", ", between_words), no_wrap=True)
         for bits in widths:
             table.add_column(f"{bits} bits", justify="right", no_wrap=True)
@@ -175,6 +178,17 @@ def _title(
     if len(counts) == 1:
         parts.append(f"n = {counts.pop():,}")
     return literal(" · ".join(filter(None, parts)))
+
+
+def _caption(results: SweepResults, measure: Measure, of_one: list[Line]) -> str | None:
+    """What else than a grid moves the metric, if anything does."""
+    if measure.metric not in MOVED:
+        return None
+    rows = [row for line in of_one for row in line.points.values() if row["site"]]
+    moved = [row for row in rows if of_attention(row["site"].split("+"))]
+    models = results.record["models"]
+    told = computed_otherwise(models[row["model"]].get("dtype") for row in moved)
+    return told and told[0].upper() + told[1:]
 
 
 def _widths(of_one: list[Line]) -> list[int]:

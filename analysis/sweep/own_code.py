@@ -1,0 +1,108 @@
+"""What a model computes with that the versions of every result do not tell."""
+
+import hashlib
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["own_code", "quantizer_versions"]
+
+_RECORDED = {"torch", "transformers", "quantdiff"}  # whose versions decide every cell
+_LIBRARIES = {"site-packages", "dist-packages"}  # folders that packages are installed into
+
+# Distribution, by the package that modules come from and by a config's `quant_method`, which alone
+# tells where the library works on modules of torch.
+_QUANTIZERS = {
+    "bitsandbytes": "bitsandbytes",
+    "compressed_tensors": "compressed-tensors",
+    "gptqmodel": "gptqmodel",
+    "optimum": "optimum-quanto",
+}
+_METHODS = {"quanto": "optimum-quanto", "gptq": "gptqmodel"}  # the others are called as these
+
+
+def own_code(objects: Iterable[object]) -> list[str]:
+    """SHA-256, as hex, of the files that the classes of some objects come from.
+
+    With those that these import, as far as they are part of no installed library: modelling code
+    that a checkpoint brings, or a checkout. Of a script, or a notebook, only the methods of its
+    classes count, for it changes with all that is asked of the model.
+
+    Args:
+        objects: modules and a tokenizer.
+
+    Returns:
+        Sorted, so that it does not matter where the files lie; empty where all is installed.
+    """
+    classes = _classes(objects)
+    names = {one.__module__ for one in classes} & sys.modules.keys()
+    found = {
+        hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
+        for module in _reached(sys.modules[name] for name in names)
+    }
+    found |= {_methods(one) for one in classes if one.__module__ == "__main__"}
+    return sorted(found)
+
+
+def quantizer_versions(model: nn.Module) -> dict[str, str]:
+    """Versions of the libraries that compute with a quantized checkpoint, by distribution."""
+    roots = {one.__module__.partition(".")[0] for one in _classes(model.modules())}
+    wanted = {_QUANTIZERS[root] for root in roots & _QUANTIZERS.keys()}
+    config: Any = getattr(model, "config", None)
+    settings = config.to_dict().get("quantization_config") if config is not None else None
+    method = (settings or {}).get("quant_method")
+    if method is not None:
+        name = str(getattr(method, "value", method))
+        wanted.add(_METHODS.get(name, name))
+    versions = {}
+    for name in sorted(wanted):
+        with suppress(metadata.PackageNotFoundError):  # transformers itself does some methods
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _classes(objects: Iterable[object]) -> set[type]:
+    return {one for kind in set(map(type, objects)) for one in kind.__mro__}
+
+
+def _reached(modules: Iterable[ModuleType]) -> list[ModuleType]:
+    """Modules that are part of no library, and those among what they import."""
+    found: dict[str, ModuleType] = {}
+    left = list(modules)
+    while left:
+        module = left.pop()
+        if module.__name__ in found or not _is_own(module):
+            continue
+        found[module.__name__] = module
+        for value in list(vars(module).values()):
+            name = getattr(value, "__name__" if inspect.ismodule(value) else "__module__", None)
+            if isinstance(name, str) and name in sys.modules:
+                left.append(sys.modules[name])
+    return list(found.values())
+
+
+def _is_own(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__.partition(".")[0] in {*_RECORDED, "__main__"}:
+        return False
+    path = Path(file)
+    standard = path.is_relative_to(sysconfig.get_path("stdlib"))
+    return path.is_file() and not standard and not _LIBRARIES & set(path.parts)
+
+
+def _methods(one: type) -> str:
+    """SHA-256, as hex, of a class's methods, as far as their source is known."""
+    digest = hashlib.sha256(one.__qualname__.encode())
+    for _, value in sorted(vars(one).items()):
+        if inspect.isfunction(value):
+            with suppress(OSError):
+                digest.update(inspect.getsource(value).encode())
+    return digest.hexdigest()
