@@ -1,5 +1,6 @@
 """A profile of a model on text: the recorder run over token windows."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -76,13 +77,14 @@ def profile_text(
     if hasattr(model, "get_input_embeddings"):  # others do not say how many tokens they know
         check_vocabulary(windows, vocabulary_size(model))
     device, options = model_device(model), forward_options(model)
-    partial = False
+    partial, seen = False, 0
     with record(
         model, top_k=top_k, detail=detail, layout=layout, maps=maps, spans=spans, sites=sites
     ) as recorder:
         left = windows.tokens
         for batch in windows.batches(batch_size, pad_token_id=0):
             model(**{name: value.to(device) for name, value in batch.items()}, **options)
+            seen += len(batch["input_ids"])
             tokens = int(batch["attention_mask"].sum())
             left -= tokens
             if progress is not None:
@@ -91,5 +93,6 @@ def profile_text(
                 partial = True
                 break
     profile = recorder.profile(source=windows.source, partial=partial)
-    profile.data |= {"sequence_length": windows.seq_len, "fingerprint": windows.fingerprint}
+    recorded = dataclasses.replace(windows, windows=windows.windows[:seen])
+    profile.data |= {"sequence_length": windows.seq_len, "fingerprint": recorded.fingerprint}
     return profile

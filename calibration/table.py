@@ -48,8 +48,8 @@ class CalibrationTable:
         sites: one a module that attends, in order of the layers; its groups are the query heads.
         branches: the branch of each head, by layer.
         earlier: the same sites after the first part of the data, about three quarters of the
-            tokens; None where the data came in one batch. Of a merged table the first parts of
-            both tables together.
+            tokens; None where the data came in one batch or the calibration was cut short before.
+            Of a merged table the first parts of both tables together.
         more: the other sites, by their kind.
         partial: the calibration was cut short.
         versions: of the libraries that the numbers depend on.
@@ -130,7 +130,7 @@ class CalibrationTable:
 
         Returns:
             The largest and the median relative change over all sites (and heads, for the
-            granularity `head`); None where all data came in one batch.
+            granularity `head`); None where `earlier` is.
 
         Raises:
             UsageError: as `range`.
@@ -167,10 +167,10 @@ class CalibrationTable:
             kind = "head" if "head" in STATIC[site] else "tensor"
             moved = self.moved(Scheme(site, 8, _JUDGED, kind))
             if moved is None:
-                return (
-                    "whether the ranges have converged is unknown, since the data came in one "
-                    "batch; calibrate on more tokens, in several batches"
-                )
+                why = "the data came in one batch; calibrate on more tokens, in several batches"
+                if self.partial:
+                    why = "the calibration was cut short; let it run to its end"
+                return f"whether the ranges have converged is unknown, since {why}"
             if moved.median <= MEDIAN and moved.largest <= LARGEST:
                 continue
             share = 1 - self.data["earlier_tokens"] / self.data["tokens"]

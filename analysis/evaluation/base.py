@@ -100,7 +100,7 @@ class Evaluation(Protocol):
 
         Args:
             folder: exists, for what is too large for memory.
-            batch_size: sequences in one forward pass; changes no result.
+            batch_size: sequences in one forward pass; moves results by rounding alone.
             progress: told the units done since the last call.
             stop: asked now and then.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantdiff.analysis.evaluation.base import Stopped, quiet, unstopped
-from quantdiff.calibration.running import model_device
+from quantdiff.calibration.running import model_device, places_to_keep
 from quantdiff.errors import UsageError
 from quantdiff.models import vocabulary_size
 
@@ -53,7 +53,7 @@ class Forward:
 
     Attributes:
         model: the model.
-        padding_side: where the shorter sequences of a batch are filled up; changes no result.
+        padding_side: where the shorter sequences of a batch are filled up.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -89,8 +89,9 @@ class Forward:
         options: dict[str, Any] = {}
         if "use_cache" in self._known:
             options["use_cache"] = False
-        if "logits_to_keep" in self._known:
-            options["logits_to_keep"] = kept.to(device)
+        places = places_to_keep(self.model, kept)
+        if "logits_to_keep" in self._known and places is not None:
+            options["logits_to_keep"] = places
         if self.padding_side == "left" and "position_ids" in self._known:
             options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0).to(device)
         logits = self.model(

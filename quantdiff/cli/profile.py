@@ -54,7 +54,10 @@ def profile(
         typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Windows in one pass; changes no result.")
+        int,
+        typer.Option(
+            "--batch-size", min=1, help="Windows in one pass; moves results by rounding alone."
+        ),
     ] = 1,
     out: Annotated[
         Path | None,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quantdiff.errors import RecordingError
-from quantdiff.hooks.masks import Bias
+from quantdiff.hooks.biases import Bias
 from quantdiff.statistics import Visible
 
 __all__ = ["check_weights"]

@@ -1,9 +1,11 @@
 """The way into a model: its forward wrapped for a time, and what a call hands over."""
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,35 +15,73 @@ from quantdiff.errors import RecordingError
 __all__ = ["Entrance", "arguments", "cache_of", "in_backward", "is_entered", "padding_of"]
 
 
+_COMPILED = (
+    "torch.compile runs past quantdiff's hooks; call the model itself, not the compiled one "
+    "(model._orig_mod is the model), and let generate do so with disable_compile=True"
+)
+
+
+# Opaque to the compiler: where traced code raises, it gives up and runs what lies below without us.
+# With fullgraph=True it raises an error of its own, with this reason.
+@torch.compiler.disable(reason=_COMPILED)
+def _refuse_compiled(name: str) -> None:
+    raise RecordingError(f"{name} is called under torch.compile: {_COMPILED}")
+
+
 class _Wrapped:
-    """A forward that goes through `around`; says so, and cannot be copied with its module."""
+    """A forward that goes through `around`, until that is taken away: then it is the forward.
+
+    Others may have wrapped it in the meantime, and hold it for longer than it is wanted.
+    """
+
+    # Slots, for whoever wraps this one with functools.wraps copies its __dict__.
+    __slots__ = ("__dict__", "__weakref__", "around", "bare", "forward", "module")
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], around: Callable[..., Any]
     ) -> None:
         functools.update_wrapper(self, forward)
         self.__signature__ = inspect.signature(forward)
-        self.module, self.forward, self.around = module, forward, around
-        self.bare = False
+        self.module, self.forward = module, forward
+        self.around: Callable[..., Any] | None = around
+        # Whether the module had a forward of its own, and not its class's, before this one.
+        self.bare = "forward" not in vars(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.module, self.forward, args, kwargs)
+        around = self.around
+        if around is None:
+            return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _refuse_compiled(type(self.module).__name__)
+        return around(self.module, self.forward, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise RecordingError("a model cannot be copied while it is recorded; leave the recording")
+        self._check_left()
+        return copy.deepcopy(self.forward, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__(protocol)
+        self._check_left()
+        return _itself, (self.forward,)
+
+    def _check_left(self) -> None:
+        if self.around is not None:
+            raise RecordingError(
+                "a model cannot be copied while it is recorded; leave the recording"
+            )
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+# What has entered each module, by the kinds whose methods wrap it. What is in `forward` does not
+# tell: others may have wrapped it since.
+_entered: WeakKeyDictionary[nn.Module, list[type]] = WeakKeyDictionary()
 
 
 def is_entered(module: nn.Module, kind: type) -> bool:
     """Whether the module's forward is wrapped by a method of just this `kind`."""
-    forward = vars(module).get("forward")
-    while isinstance(forward, _Wrapped):
-        if type(getattr(forward.around, "__self__", None)) is kind:
-            return True
-        forward = forward.forward
-    return False
+    return kind in _entered.get(module, ())
 
 
 class Entrance:
@@ -50,25 +90,32 @@ class Entrance:
     def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
         """`around(module, forward, args, kwargs)` is called in place of the forward."""
         self.module = module
+        self._kind = type(getattr(around, "__self__", None))
+        _take_off(module)
         self._own = _Wrapped(module, module.forward, around)
-        # Whether the module had a forward of its own, and not its class's, before all entrances.
-        self._own.bare = "forward" not in vars(module)
         module.forward = self._own
+        _entered.setdefault(module, []).append(self._kind)
 
     def remove(self) -> None:
-        """Give the module its own forward back; entrances may be left in any order."""
-        top = vars(self.module).get("forward")
-        if top is self._own:
-            if self._own.bare:
-                vars(self.module).pop("forward")
-            else:
-                self.module.forward = self._own.forward
+        """Give the module its own forward back; entrances may be left in any order.
+
+        Where somebody else has wrapped the forward since, theirs stays and leads past us.
+        """
+        if self._own.around is None:
             return
-        while isinstance(top, _Wrapped):
-            if top.forward is self._own:
-                top.forward, top.bare = self._own.forward, self._own.bare
-                return
-            top = top.forward
+        self._own.around = None
+        _entered[self.module].remove(self._kind)
+        _take_off(self.module)
+
+
+def _take_off(module: nn.Module) -> None:
+    """Give a module the forward beneath the entrances that were left, down to one that was not."""
+    top = vars(module).get("forward")
+    while isinstance(top, _Wrapped) and top.around is None:
+        if top.bare:
+            vars(module).pop("forward")
+            return
+        module.forward = top = top.forward
 
 
 def in_backward() -> bool:

@@ -288,8 +288,8 @@ def refuse(model: nn.Module) -> None:
         optimized = type(module).__name__ == "OptimizedModule"
         if optimized or getattr(module, "_compiled_call_impl", None) is not None:
             raise RecordingError(
-                "a model under torch.compile runs past the hooks; record the model before it is "
-                "compiled (model._orig_mod)"
+                "a model under torch.compile runs past the hooks; record and call the model itself "
+                "(model._orig_mod)"
             )
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise RecordingError(

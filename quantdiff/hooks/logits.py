@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantdiff.hooks.masks import Bias
+from quantdiff.hooks.biases import Bias
 from quantdiff.statistics import Visible
 
 __all__ = ["HeadsOf", "Logits", "as_multiplied"]

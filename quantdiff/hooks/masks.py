@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantdiff.errors import RecordingError
+from quantdiff.hooks.biases import ROWS, Bias, refuse_fill
 from quantdiff.hooks.dispatch import AttentionCall
 from quantdiff.hooks.flash import FlashCall
 from quantdiff.hooks.own import HeadsCall
@@ -17,19 +18,7 @@ from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.hooks.sequences import Batch
 from quantdiff.statistics import Visible
 
-__all__ = [
-    "Bias",
-    "check_options",
-    "position_bias",
-    "read_flash",
-    "read_heads",
-    "read_mask",
-    "read_sdpa",
-]
-
-Bias = Callable[[int, int], Tensor]
-
-_ROWS = 256  # of a mask looked at in one go
+__all__ = ["check_options", "read_flash", "read_heads", "read_mask", "read_sdpa"]
 
 # Keywords that leave the logits as they are. Sliding windows are in the mask already, but for the
 # flash functions, which read the keyword.
@@ -63,7 +52,8 @@ def read_mask(call: AttentionCall) -> tuple[Visible, Bias | None]:
     """Which logits of a call count, and what is added to them, or None.
 
     Raises:
-        RecordingError: an implementation or a mask of a kind that is not known.
+        RecordingError: an implementation or a mask of a kind that is not known, or what is added
+            is a mask by all appearances; see `refuse_fill`.
     """
     reader = _READERS.get(call.implementation)
     if reader is None:
@@ -74,15 +64,16 @@ def read_mask(call: AttentionCall) -> tuple[Visible, Bias | None]:
     return reader(call)
 
 
-def read_sdpa(call: SdpaCall) -> tuple[Visible, Bias | None]:
-    """The same for a bare scaled_dot_product_attention call."""
+def read_sdpa(call: SdpaCall, name: str) -> tuple[Visible, Bias | None]:
+    """The same for a bare scaled_dot_product_attention call, by the module of this name."""
     batch, _, rows, _ = call.query.shape
     keys, device = call.key.shape[2], call.query.device
     if call.is_causal:
         return _upper_left(batch, rows, keys, device), None
     if call.mask is None:
         return Visible.everything(batch, rows, keys, device), None
-    return _from_tensor(call, call.mask[(None,) * (4 - call.mask.dim())])
+    name = f"scaled_dot_product_attention of {name}"
+    return _from_tensor(call, call.mask[(None,) * (4 - call.mask.dim())], name)
 
 
 def read_heads(call: HeadsCall) -> tuple[Visible, Bias | None]:
@@ -125,20 +116,6 @@ def read_flash(call: FlashCall, batch: Batch) -> tuple[Visible, Bias | None]:
     return _from_rows(mask_rows, b, rows, keys, device), None
 
 
-def position_bias(call: AttentionCall, bias: Bias | None) -> Bias | None:
-    """What is added to the logits in all: the mask's bias and a `position_bias` keyword."""
-    added = call.options.get("position_bias")
-    if added is None:
-        return bias
-    rows, keys = call.query.shape[2], call.key.shape[2]
-    if added.dim() != 4 or added.shape[2] not in (1, rows) or added.shape[3] < keys:
-        raise RecordingError(f"a position_bias of shape {tuple(added.shape)} is not known")
-    added = added[..., :keys].expand(-1, -1, rows, -1)
-    if bias is None:
-        return lambda i, j: added[:, :, i:j]
-    return lambda i, j: added[:, :, i:j] + bias(i, j)
-
-
 def _upper_left(batch: int, rows: int, keys: int, device: torch.device) -> Visible:
     """Causal, counted from the upper left: the first query sees the first key only."""
     visible = Visible.causal(batch, rows, rows, device)
@@ -159,13 +136,13 @@ def _eager(call: AttentionCall) -> tuple[Visible, Bias | None]:
     if call.mask is None:
         return Visible.everything(*_sizes(call), call.query.device), None
     _refuse_bool(call)
-    return _from_tensor(call, call.mask)
+    return _from_tensor(call, call.mask, _named(call))
 
 
 def _sdpa(call: AttentionCall) -> tuple[Visible, Bias | None]:
     batch, rows, keys = _sizes(call)
     if call.mask is not None:
-        return _from_tensor(call, call.mask)
+        return _from_tensor(call, call.mask, _named(call))
     if rows > 1 and _is_causal(call):
         return _upper_left(batch, rows, keys, call.query.device), None
     return Visible.everything(batch, rows, keys, call.query.device), None
@@ -181,7 +158,7 @@ def _flex(call: AttentionCall) -> tuple[Visible, Bias | None]:
         _refuse_bool(call)
         if call.mask.shape[1] != 1:
             raise RecordingError("flex_attention reads the first head of a mask of many only")
-        return _from_tensor(call, call.mask)
+        return _from_tensor(call, call.mask, _named(call))
     function, device = call.mask.mask_mod, call.query.device
     heads = call.mask.shape[1]
     b = torch.arange(call.mask.shape[0], device=device)[:, None, None, None]
@@ -194,6 +171,10 @@ def _flex(call: AttentionCall) -> tuple[Visible, Bias | None]:
         return seen.expand(len(b), heads, last - first, keys)
 
     return _from_rows(mask_rows, batch, rows, keys, device), None
+
+
+def _named(call: AttentionCall) -> str:
+    return f"{call.implementation} attention of {type(call.module).__name__}"
 
 
 def _refuse_bool(call: AttentionCall) -> None:
@@ -257,7 +238,14 @@ _READERS: dict[str, Callable[[AttentionCall], tuple[Visible, Bias | None]]] = {
 }
 
 
-def _from_tensor(call: AttentionCall | SdpaCall, mask: Tensor) -> tuple[Visible, Bias | None]:
+def _from_tensor(
+    call: AttentionCall | SdpaCall, mask: Tensor, name: str
+) -> tuple[Visible, Bias | None]:
+    """At or below half of the dtype's minimum an entry is a mask, above it a bias.
+
+    The fill may be -inf or the dtype's minimum, or a sum of several of them. Another constant that
+    is as good as a mask is refused; see `refuse_fill`.
+    """
     batch, rows, keys = _sizes(call)
     heads = call.query.shape[1]
     if (
@@ -276,16 +264,17 @@ def _from_tensor(call: AttentionCall | SdpaCall, mask: Tensor) -> tuple[Visible,
     mask = mask[..., :keys].expand(-1, -1, rows, width)
     if mask.dtype == torch.bool:
         return _from_rows(lambda i, j: mask[:, :, i:j], batch, rows, keys, mask.device), None
-    # The fill may be -inf or the dtype's minimum, or a sum of several of them: what lies in the
-    # lower half of the range masks, anything above is a position bias.
     floor = torch.finfo(mask.dtype).min / 2
     visible = _from_rows(lambda i, j: mask[:, :, i:j] > floor, batch, rows, keys, mask.device)
     # A bias that is learned may be zero so far.
     biased = mask.requires_grad or any(
-        bool(((block := mask[:, :, i : i + _ROWS]) > floor).logical_and(block != 0).any())
-        for i in range(0, rows, _ROWS)
+        bool(((block := mask[:, :, i : i + ROWS]) > floor).logical_and(block != 0).any())
+        for i in range(0, rows, ROWS)
     )
-    return visible, (lambda i, j: mask[:, :, i:j]) if biased else None
+    if not biased:
+        return visible, None
+    refuse_fill(name, mask, floor)
+    return visible, lambda i, j: mask[:, :, i:j]
 
 
 def _from_rows(mask_rows: Bias, batch: int, rows: int, keys: int, device: torch.device) -> Visible:
@@ -293,8 +282,8 @@ def _from_rows(mask_rows: Bias, batch: int, rows: int, keys: int, device: torch.
     start = torch.zeros(batch, rows, dtype=torch.int32, device=device)
     stop = torch.zeros_like(start)
     plain = True
-    for first in range(0, rows, _ROWS):
-        last = min(first + _ROWS, rows)
+    for first in range(0, rows, ROWS):
+        last = min(first + ROWS, rows)
         seen = mask_rows(first, last)  # (B or 1, H or 1, n, M)
         plain = plain and seen.shape[1] == 1
         seen = seen.any(1).byte()

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quantdiff.errors import RecordingError
+from quantdiff.hooks.biases import Bias
 from quantdiff.hooks.dispatch import AttentionCall
 from quantdiff.hooks.flash import FlashCall
 from quantdiff.hooks.logits import HeadsOf, Logits
-from quantdiff.hooks.masks import Bias
 from quantdiff.hooks.own import HeadsCall
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.hooks.sequences import Batch

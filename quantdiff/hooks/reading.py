@@ -1,8 +1,9 @@
 """From a call of transformers' dispatch to its logits."""
 
+from quantdiff.hooks.biases import position_bias
 from quantdiff.hooks.dispatch import AttentionCall
 from quantdiff.hooks.logits import Logits
-from quantdiff.hooks.masks import check_options, position_bias, read_mask
+from quantdiff.hooks.masks import check_options, read_mask
 from quantdiff.hooks.passes import Pass
 
 __all__ = ["read_call"]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -52,8 +51,6 @@ class Runs:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a forward; the outermost one is a pass."""
-        if torch.compiler.is_compiling():
-            raise RecordingError("a model cannot be recorded inside torch.compile; run it plainly")
         if in_backward():
             return forward(*args, **kwargs)
         given = arguments(forward, args, kwargs)

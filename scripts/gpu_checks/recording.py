@@ -45,6 +45,8 @@ def recording_checks(place: Place, *, flex: bool) -> list[Check]:
         for implementation, dtype in wanted:
             name = f"{family}, {implementation}, {str(dtype)[6:]}"
             checks.append((name, partial(_check, place, family, implementation, dtype)))
+    if not flex:
+        checks.append(("generation with a static cache", partial(_generation, place)))
     return checks
 
 
@@ -155,6 +157,33 @@ def _check(place: Place, family: str, implementation: str, dtype: torch.dtype) -
         assert mine is not None, name
         assert other is not None, name
         found.within[f"{name} to CPU"] = abs(mine - other) / other, DRIFT[dtype]
+    return found
+
+
+def _generation(place: Place) -> Found:
+    """A static cache, whose unused end nobody attends to; on a GPU transformers compiles it."""
+    model = small_model("Llama", place.small).to(place.device)
+    batch = {name: x.to(place.device) for name, x in padded_batch(place.small).items()}
+    given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    profiles = {}
+    for kind in ("dynamic", "static"):
+        options = {"cache_implementation": kind, "disable_compile": True}
+        with torch.no_grad(), quantdiff.record(model) as recorder:
+            model.generate(**batch, **given, **options)
+        profiles[kind] = recorder.profile().attention_logits
+    one, other = profiles["dynamic"], profiles["static"]
+    found = Found()
+    found.within["count"] = float(abs(one.count - other.count)), 0.0
+    tops = [part.rank(1) or 0.0 for part in (one, other)]
+    found.within["top-1"] = abs(tops[0] / tops[1] - 1), DRIFT[torch.float32]
+    if place.device.type == "cuda":
+        refused = False
+        with torch.no_grad(), quantdiff.record(model):
+            try:
+                model.generate(**batch, **given, cache_implementation="static")
+            except quantdiff.RecordingError:
+                refused = True
+        found.within["compiled, but not refused"] = float(not refused), 0.0
     return found
 
 

@@ -233,6 +233,12 @@ class TestConvergence:
         assert "layer" in warning
         assert "in one batch" in calibrate(tiny_llama(), batches(0)).warning()
 
+    def test_says_that_it_was_cut_short(self):
+        stopped = calibrate(tiny_llama(), batches(*range(8)), stop=lambda: True)
+        assert stopped.earlier is None
+        assert "cut short" in stopped.warning()
+        assert "one batch" not in stopped.warning()
+
     def test_is_unknown_for_one_batch(self):
         table = calibrate(tiny_llama(), batches(0))
         assert table.moved(EVERY[0]) is None

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from quantdiff import Profile
+from quantdiff.analysis.profiling import profile_text
+from quantdiff.calibration import TextWindows, text_windows
 from tests.cli.conftest import refused
-from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
+from tests.tiny import save_tiny, tiny_diffllama, tiny_ids, tiny_llama, tiny_tokenizer
 
 TEXT = "the king and the sea and the whale in the winter " * 60
 
@@ -209,6 +211,26 @@ def test_ctrl_c_saves_what_was_recorded(model, tmp_path):
     assert profile.partial
     assert 0 < profile.data["tokens"] < 300_000
     assert profile.attention_logits.count > 0
+    windows = text_windows(long, tiny_tokenizer(), tokens=profile.data["tokens"], seq_len=64)
+    assert profile.data["fingerprint"] == windows.fingerprint
+
+
+@pytest.mark.parametrize(("batch_size", "recorded"), [(1, 3), (2, 4), (3, 3)])
+def test_the_fingerprint_is_that_of_what_was_recorded(batch_size, recorded):
+    parts = [tiny_ids(1, 8, seed=seed)[0] for seed in range(5)]
+
+    def windows(count):
+        return TextWindows("a", parts[:count], 8, 8 * count, has_bos=False)
+
+    told = []
+    cut = profile_text(
+        tiny_llama(), windows(5), batch_size=batch_size, progress=told.append,
+        stop=lambda: sum(told) >= 24,
+    )  # fmt: skip
+    assert cut.partial
+    assert cut.data["fingerprint"] == windows(recorded).fingerprint
+    whole = profile_text(tiny_llama(), windows(5), batch_size=batch_size)
+    assert whole.data["fingerprint"] == windows(5).fingerprint
 
 
 def test_help_shows_examples():

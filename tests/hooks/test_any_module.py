@@ -1,6 +1,7 @@
 """Models outside of transformers, through torch's scaled_dot_product_attention."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quantdiff import RecordingError, UsageError, record
+from quantdiff import RecordingError, Scheme, UsageError, fake_quantize, record
 from tests import reference
 
 D, H = 16, 4
@@ -142,6 +143,16 @@ def test_biases_are_part_of_the_logits():
     site = recorder.profile().attention_logits.sites[0]
     assert np.allclose(site.max, x.amax((0, 2, 3)), rtol=1e-5)
     assert np.allclose(site.moments.mean, x.mean((0, 2, 3)), atol=1e-6)
+
+
+@pytest.mark.parametrize("fill", [-1e9, -65504.0, -1e4])
+def test_a_fill_that_is_added_is_no_bias(fill):
+    model = make(NanoGPT, attn_mask=torch.zeros(11, 11).masked_fill(~CAUSAL, fill))
+    contexts = record(model), fake_quantize(model, Scheme("attention_logits", 8))
+    words = r"of blocks\.0\.attention .* filled with " + re.escape(f"{fill:g},")
+    for context in contexts:
+        with torch.no_grad(), context, pytest.raises(RecordingError, match=words):
+            model(IDS)
 
 
 def test_grouped_queries():

@@ -1,5 +1,7 @@
 """What each implementation's mask means, against masks written out."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,6 +71,73 @@ def test_sums_of_fills_are_masks_too():
     visible, bias = read_mask(one)
     assert bias is None
     assert dense(one, visible)[0, 0].nonzero()[:, 1].tolist() == [1] * 4
+
+
+LOWEST = torch.finfo(torch.float32).min
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).tril()
+FILLS = {
+    "causal": (1, 0, 0),
+    "padding beside a mask": (torch.inf, 1, 0),
+    "causal and padding": (1, 1, 0),
+    "on a bias": (1, 0, 1),
+}
+
+
+def filled(fill, causal=1, padding=0, bias=0):
+    """A fill at later keys and at the first one, so many times each, and a bias."""
+    added = torch.zeros(1, 1, 6, 6).masked_fill(~CAUSAL, fill * causal) + random_bias() * bias
+    added[..., 0] += fill * padding
+    return added
+
+
+def random_bias():
+    return torch.randn(1, 1, 6, 6, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def alibi(slopes, rows, keys, lowest=LOWEST):
+    """(1, H, N, M); the last query stands at the last key."""
+    distance = torch.arange(keys) - torch.arange(keys - rows, keys)[:, None]
+    bias = torch.tensor(slopes)[:, None, None] * distance
+    return bias.masked_fill(distance > 0, lowest)[None]
+
+
+class TestFills:
+    """A constant that is as good as a mask is no bias, but a bias may be as low."""
+
+    @pytest.mark.parametrize("kind", FILLS)
+    @pytest.mark.parametrize("fill", [-1e9, -65504.0, -1e4, -1e3])
+    @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+    def test_is_refused(self, implementation, fill, kind):
+        one = call(implementation, filled(fill, *FILLS[kind]), 6, 6)
+        value = r"-\d" if kind == "on a bias" else re.escape(f"{fill:g},")
+        words = f"{implementation} attention of Module .* filled with {value}.* fill it with -inf"
+        with pytest.raises(RecordingError, match=words):
+            read_mask(one)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_in_any_dtype(self, dtype):
+        with pytest.raises(RecordingError, match=r"filled with -(9984|10000),"):
+            read_mask(call("sdpa", filled(-1e4).to(dtype), 6, 6))
+
+    @pytest.mark.parametrize("heads", [1, 4])
+    @pytest.mark.parametrize("lowest", [LOWEST, -torch.inf, -3.0])
+    @pytest.mark.parametrize(
+        ("rows", "keys"),
+        # Of slope 1/2, 2001 keys are the first of which one entry lies at -1000.
+        [(2001, 2001), (1, 2001), (1, 2002), (40, 8400), (1, 9000)],
+    )
+    def test_a_ramp_is_a_bias(self, rows, keys, lowest, heads):
+        added = alibi([0.5**i for i in range(1, heads + 1)], rows, keys, lowest)
+        for implementation in ["eager", "sdpa", "flex_attention"][: 3 if heads == 1 else 2]:
+            visible, bias = read_mask(call(implementation, added, rows, keys, batch=1))
+            assert torch.equal(bias(0, 1), added[:, :, :1])
+            assert int((visible.stop - visible.start)[0, -1]) == keys
+
+    def test_a_mask_that_is_learned(self):
+        mask = torch.zeros(1, 1, 6, 6, requires_grad=True)
+        assert read_mask(call("sdpa", mask, 6, 6))[1] is not None
+        with pytest.raises(RecordingError, match="filled with"):
+            read_mask(call("sdpa", mask + filled(-1e9), 6, 6))
 
 
 class TestNoMask:
@@ -155,7 +224,7 @@ class TestBareSdpa:
     def read(self, rows, keys, **options):
         q, k = torch.zeros(2, 4, rows, 8), torch.zeros(2, 4, keys, 8)
         one = SdpaCall((q, k, k), options)
-        visible, bias = read_sdpa(one)
+        visible, bias = read_sdpa(one, "attention")
         return dense(one, visible), bias
 
     @pytest.mark.parametrize("shape", [(5, 6), (1, 6), (2, 1, 5, 6), (2, 4, 5, 6), (1, 4, 5, 6)])

@@ -4,8 +4,10 @@ import inspect
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from transformers import (
     BitsAndBytesConfig,
+    CompileConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     GptOssConfig,
@@ -18,7 +20,7 @@ from transformers import (
 
 from quantdiff import RecordingError, record
 from quantdiff.statistics.storage import to_json
-from tests.hooks.test_recorder import CACHE, assert_same, padded, profile_of
+from tests.hooks.test_recorder import CACHE, CONTEXTS, assert_same, padded, profile_of
 from tests.reference import Materialised, check_profile
 from tests.tiny import SETTINGS, build, save_tiny, tiny_ids, tiny_llama
 
@@ -143,6 +145,82 @@ class TestCompiled:
         model.model.layers[1] = torch.compile(model.model.layers[1])
         with pytest.raises(RecordingError, match=r"torch\.compile"):
             record(model)
+
+
+@pytest.fixture
+def _compiling():
+    """Tests run eagerly; these compile, for the first time."""
+    torch.compiler.reset()
+    with torch.no_grad(), torch.compiler.set_stance("default"):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_compiling")
+@pytest.mark.parametrize("context", CONTEXTS)
+class TestCompiledBesideIt:
+    """`backend="eager"` traces as any other does, and compiles nothing."""
+
+    def check(self, model, context, compiled):
+        ids = tiny_ids()
+        plain = model(input_ids=ids).logits
+        for _ in range(2):
+            with CONTEXTS[context](model) as entered:
+                with pytest.raises(RecordingError, match=r"LlamaFor.* torch\.compile.*_orig_mod"):
+                    compiled(input_ids=ids)
+                model(input_ids=ids)
+            if context == "record":  # what was refused is not in it
+                assert entered.profile().data["tokens"] == ids.numel()
+                assert not entered.profile().partial
+            assert torch.equal(compiled(input_ids=ids).logits, plain)
+        graphs = []
+
+        def count(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        torch.compile(model, backend=count)(input_ids=ids)
+        assert graphs
+
+    def test_before_and_run(self, context):
+        model = tiny_llama()
+        compiled = torch.compile(model, backend="eager")
+        compiled(input_ids=tiny_ids())
+        self.check(model, context, compiled)
+
+    def test_within(self, context):
+        model = tiny_llama()
+        with CONTEXTS[context](model):
+            compiled = torch.compile(model, backend="eager")
+        self.check(model, context, compiled)
+
+    def test_as_one_graph(self, context):
+        """Torch refuses by itself what it may not break a graph for, and says why we do."""
+        model, ids = tiny_llama(), tiny_ids()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with CONTEXTS[context](model), pytest.raises(Unsupported, match="runs past quantdiff's"):
+            compiled(input_ids=ids)
+        assert torch.equal(compiled(input_ids=ids).logits, model(input_ids=ids).logits)
+
+    def test_a_function_that_calls_it(self, context):
+        model = tiny_llama()
+
+        def step(input_ids):
+            return model(input_ids=input_ids + 0)
+
+        self.check(model, context, torch.compile(step, backend="eager"))
+
+    def test_generation_that_compiles_by_itself(self, context):
+        model, ids = tiny_llama(), tiny_ids(1, 6)
+        config = CompileConfig(backend="eager", mode=None)
+        config._compile_all_devices = True  # as on a GPU
+        given = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+        with CONTEXTS[context](model) as entered:
+            with pytest.raises(RecordingError, match="disable_compile=True"):
+                model.generate(ids, compile_config=config, **given)
+            model.generate(ids, disable_compile=True, **given)
+        if context == "record":
+            assert entered.profile().data["sequences"] == 2
 
 
 class TestDtypes:

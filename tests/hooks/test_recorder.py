@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
-from quantdiff import RecordingError, UsageError, record
+from quantdiff import RecordingError, Scheme, UsageError, fake_quantize, record
 from quantdiff.statistics.storage import to_json
 from tests.reference import Materialised, check_profile
 from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
@@ -338,6 +338,34 @@ def test_a_2d_mask_of_another_meaning_is_refused(mask):
     mask = mask - torch.inf if mask.sum() == 0 else mask
     with pytest.raises(RecordingError, match="1 for tokens and 0 for padding"), record(model):
         model(input_ids=tiny_ids(2, 16), attention_mask=mask)
+
+
+CONTEXTS = {
+    "record": record,
+    "fake_quantize": lambda model: fake_quantize(model, Scheme("attention_logits", 8)),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_ready_mask_with_a_fill_that_is_added(attention, context):
+    model, causal = tiny_llama(), torch.ones(12, 12, dtype=torch.bool).tril()
+    model.set_attn_implementation(attention)
+    mask = torch.zeros(1, 1, 12, 12).masked_fill(~causal, -1e9)
+    with (
+        CONTEXTS[context](model),
+        pytest.raises(RecordingError, match=r"LlamaAttention .* filled with -1e\+09"),
+    ):
+        model(input_ids=tiny_ids(1, 12), attention_mask=mask)
+    place = torch.arange(12.0)
+    ramp = (place - place[:, None]) * 600  # as far as -6600
+    mask = ramp.masked_fill(~causal, torch.finfo(torch.float32).min)[None, None]
+    with CONTEXTS[context](model) as entered:
+        model(input_ids=tiny_ids(1, 12), attention_mask=mask)
+    if context == "record":
+        logits = entered.profile().attention_logits
+        assert logits.count == 2 * 4 * 78
+        assert logits.rank(1) == pytest.approx(6600, rel=0.01)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -1,14 +1,18 @@
 """The model never notices a recording: before, during, after, and when something fails."""
 
 import copy
+import pickle
 import threading
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from transformers import LlamaConfig
 from transformers.modeling_utils import AttentionInterface
 
-from quantdiff import record
-from tests.hooks.test_recorder import ATTENTION, assert_same, profile_of
+from quantdiff import RecordingError, record
+from tests.hooks.test_any_module import IDS, NanoGPT, make
+from tests.hooks.test_recorder import ATTENTION, CONTEXTS, assert_same, profile_of
 from tests.tiny import build, tiny_ids, tiny_llama
 
 
@@ -96,12 +100,16 @@ class TestTheModelNeverNotices:
         for recorder, profile in zip(recorders, expected, strict=True):
             assert_same(recorder.profile(), profile)
 
-    def test_a_copy_made_while_recording_is_a_plain_model(self):
+    def test_a_copy_of_a_modules_config_made_while_recording_is_a_plain_one(self):
         model = tiny_llama()
         expected = model(input_ids=tiny_ids()).logits
         with record(model):
-            other = copy.deepcopy(model.config)
-        assert type(other) is type(model.config)
+            own = model.model.layers[0].self_attn.config
+            assert type(own) is not LlamaConfig  # a stand-in, which says that it is one
+            for other in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+                assert type(other) is LlamaConfig
+                assert type(other._attn_implementation) is str
+                assert other.to_dict() == model.config.to_dict()
         assert torch.equal(model(input_ids=tiny_ids()).logits, expected)
 
     def test_the_implementation_may_change_while_recording(self):
@@ -112,3 +120,94 @@ class TestTheModelNeverNotices:
                 model(**batch)
         assert model.config._attn_implementation == "flex_attention"
         assert_same(recorder.profile(), profile_of(tiny_llama(), batch, batch, batch))
+
+
+class Counting(ModelHook):
+    """A wrapper of somebody else's, around the forward."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def post_forward(self, module, output):
+        self.calls += 1
+        return output
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+class TestSomebodyElseWrapsTheForward:
+    def changed(self, model, plain):
+        return not torch.equal(model(input_ids=tiny_ids()).logits, plain)
+
+    def check(self, model, plain, context):
+        """The model is as it was, and a context does its work once more."""
+        assert not self.changed(model, plain)
+        other = copy.deepcopy(model)
+        assert not self.changed(other, plain)
+        assert other.forward.__self__ is other
+        assert not self.changed(pickle.loads(pickle.dumps(model)), plain)
+        with CONTEXTS[context](model) as entered:
+            assert self.changed(model, plain) == (context == "fake_quantize")
+        if context == "record":
+            assert entered.profile().data["tokens"] == tiny_ids().numel()
+        assert not self.changed(model, plain)
+        assert "forward" not in vars(model)
+
+    def test_from_inside_to_behind(self, context):
+        model, hook = tiny_llama(), Counting()
+        plain = model(input_ids=tiny_ids()).logits
+        with CONTEXTS[context](model) as entered:
+            add_hook_to_module(model, hook)
+            add_hook_to_module(model.model, hook)
+            assert self.changed(model, plain) == (context == "fake_quantize")
+        if context == "record":
+            assert entered.profile().data["tokens"] == tiny_ids().numel()
+        for calls in (4, 6):  # theirs stays, and ours does nothing beneath it
+            assert not self.changed(model, plain)
+            assert hook.calls == calls
+            assert not self.changed(copy.deepcopy(model), plain)
+            hook.calls = calls
+        with CONTEXTS[context](model):
+            assert self.changed(model, plain) == (context == "fake_quantize")
+        remove_hook_from_module(model)
+        remove_hook_from_module(model.model)
+        self.check(model, plain, context)
+
+    def test_from_before_to_inside(self, context):
+        model, hook = tiny_llama(), Counting()
+        plain = model(input_ids=tiny_ids()).logits
+        add_hook_to_module(model, hook)
+        with CONTEXTS[context](model):
+            assert self.changed(model, plain) == (context == "fake_quantize")
+            assert hook.calls == 1
+            remove_hook_from_module(model)
+        assert vars(model)["forward"] == type(model).forward.__get__(model)
+        assert not self.changed(model, plain)
+        del model.forward  # accelerate leaves it there, also without us
+        self.check(model, plain, context)
+
+    def test_between_two_contexts(self, context):
+        model, hook = tiny_llama(), Counting()
+        plain = model(input_ids=tiny_ids()).logits
+        inner, outer = CONTEXTS["record"](model), CONTEXTS["fake_quantize"](model)
+        inner.__enter__()
+        add_hook_to_module(model, hook)
+        outer.__enter__()
+        first, second = (inner, outer) if context == "record" else (outer, inner)
+        assert self.changed(model, plain)
+        first.__exit__()
+        assert self.changed(model, plain) == (second is outer)
+        second.__exit__()
+        assert not self.changed(model, plain)
+        remove_hook_from_module(model)
+        self.check(model, plain, context)
+
+
+def test_a_second_recording_is_seen_through_somebody_elses_wrapper():
+    model = make(NanoGPT, is_causal=True)
+    with record(model):
+        model.forward = torch.no_grad()(model.forward)
+        with pytest.raises(RecordingError, match="recorded already"), record(model):
+            pass
+    with record(model) as recorder:
+        model(IDS)
+    assert recorder.profile().data["tokens"] == IDS.numel()

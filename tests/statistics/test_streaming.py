@@ -160,6 +160,48 @@ def test_ties_go_to_the_lowest_coordinate(compiled):
 
 
 @pytest.mark.parametrize("compiled", PATHS)
+@given(
+    most=st.integers(0, 2), heads=st.integers(1, 3), rows=st.integers(1, 40),
+    rank=st.sampled_from([1, 7, 100]), causal=st.booleans(), softcap=st.sampled_from([None, 1e4]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ties_in_many_blocks(monkeypatch, compiled, most, heads, rows, rank, causal, softcap, seed):
+    """Whole numbers up to 4 have few magnitudes, and where all are 0 but one."""
+    monkeypatch.setattr(streaming, "BLOCK_ELEMENTS", 1 << 8)
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1 << 8)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(-most, most + 1, (2, heads, rows, 1), generator=generator).float()
+    k = torch.randint(-most, most + 1, (2, 1, rows, 1), generator=generator).float()
+    visible = (Visible.causal if causal else Visible.everything)(2, rows, rows)
+    values = reference.logits(q, k, 1.0)
+    if softcap is not None:  # takes plain torch, and hardly caps
+        values = softcap * torch.tanh(values / softcap)
+    site, top = measure(q, k, 1.0, visible, compiled=compiled, rank=rank, softcap=softcap)
+    seen = dense(visible, values.shape)
+    check(site, top, values, seen)
+    places = seen.transpose(0, 1).nonzero().tolist()  # head, sequence, query, key
+    size = {(h, b, n, m): round(abs(float(values[b, h, n, m])), 3) for h, b, n, m in places}
+    expected = sorted(size, key=lambda place: (-size[place], place))[:rank]
+    assert [tuple(place) for place in top.coordinates] == expected
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("value", [0.0, -3.0])
+def test_of_ties_a_block_gives_as_many_as_are_kept(value, masked):
+    site = SiteStatistics.empty("site", 0, 4, full=True, rank=50, coordinates=4)
+    s = torch.full((4, 60, 60), value)
+    s[3, 59, 0] = 7.0
+    seen = torch.ones(1, 60, 60, dtype=torch.bool).tril() if masked else None
+    items = blocks.Sieve(site).pass_through(s, seen)
+    order = torch.ones(60, 60).tril(0 if masked else 60).nonzero()[:49]
+    assert items["value"].tolist() == [value] * 49 + [7.0]
+    assert items["head"].tolist() == [0] * 49 + [3]
+    assert items["row"].tolist() == [*order[:, 0].tolist(), 59]
+    assert items["column"].tolist() == [*order[:, 1].tolist(), 0]
+
+
+@pytest.mark.parametrize("compiled", PATHS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_logits_are_refused_and_nothing_is_added(compiled, bad):
     q, k = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8)
