@@ -16,6 +16,7 @@ from quantdiff.files import write_bytes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+FIGURES = DOCS / "figures"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- drawn by scripts/draw_gallery.py -->", "<!-- end of what is drawn -->"
 SHOWN = ("outliers", "heads")  # the README's table and figure
@@ -24,7 +25,8 @@ HEAD = """\
 
 What `quantdiff demo` finds on the models that come with quantdiff; `scripts/draw_gallery.py` wrote
 this page from its runs. The page that `quantdiff compare` makes has the same parts, with each table
-as CSV and LaTeX and each figure as SVG beside it.
+as CSV and LaTeX and each figure as SVG beside it. The text is the beginning of the held-out corpus:
+State of the Union addresses of 1804, 1807 and 1827.
 """
 
 
@@ -34,11 +36,14 @@ def main() -> int:
     )
     parser.add_argument("runs", type=Path, help="the --out of quantdiff demo")
     options = parser.parse_args()
-    profiles = sorted((options.runs / "profiles").iterdir(), key=_zoo_first)
-    report = Comparison([*profiles, options.runs / "sweep"]).report()
+    folders = (options.runs / kind for kind in ("profiles", "sweeps"))
+    runs = [run for folder in folders for run in sorted(folder.glob("[!.]*"), key=_zoo_first)]
+    report = Comparison(runs).report()
+    for old in FIGURES.glob("gallery_*.png"):
+        old.unlink()
     images = {}
     for figure in report.figures:
-        path = DOCS / "figures" / f"gallery_{figure.key}.png"
+        path = FIGURES / f"gallery_{figure.key}.png"
         save_page(figure.page, path.with_suffix(""))
         path.with_suffix(".svg").unlink()  # a repository is no place for both
         images[figure.key] = path
@@ -51,7 +56,7 @@ def main() -> int:
 
 
 def _zoo_first(folder: Path) -> tuple[bool, int, str]:
-    kinds = ("zoo-transformer", "zoo-diff-v1", "zoo-diff-v2")
+    kinds = ("zoo", "zoo-transformer", "zoo-diff-v1", "zoo-diff-v2")
     known = folder.name in kinds
     return (not known, kinds.index(folder.name) if known else 0, folder.name)
 

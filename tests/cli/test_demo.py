@@ -34,8 +34,9 @@ def test_it_profiles_sweeps_and_compares_the_zoo(small, run, tmp_path):
     assert code == 0
     assert "published" in told
     assert str(out / "report" / "report.html") in told.replace("\n", "")
-    results = SweepResults.load(out / "sweep")
+    results = SweepResults.load(out / "sweeps" / "zoo")
     assert results.models == [f"zoo:{kind}" for kind in MODELS]
+    assert {row["eval"] for row in results.rows} == {"divergence", "noise"}
     assert not results.missing
     assert not results.failed
     page = (out / "report" / "report.html").read_text()
@@ -58,14 +59,15 @@ def test_json(small, run, tmp_path):
     assert (code, err) == (0, "")
     content = json.loads(shown)
     assert content["profiles"] == {"zoo:transformer": str(out / "profiles" / "zoo-transformer")}
-    assert content["sweep"] == str(out / "sweep")
+    assert content["sweeps"] == [str(out / "sweeps" / "zoo")]
     assert content["report"] == str(out / "report" / "report.html")
     assert (out / "report" / "report.html").is_file()
 
 
 def test_results_of_others_are_not_replaced(small, run, tmp_path):
-    (tmp_path / "sweep").mkdir()
-    refused(run("demo", "--out", tmp_path), str(tmp_path / "sweep"), "--overwrite")
+    folder = tmp_path / "sweeps" / "zoo"
+    folder.mkdir(parents=True)
+    refused(run("demo", "--out", tmp_path), str(folder), "--overwrite")
 
 
 def test_nothing_is_at_hand(tmp_path, monkeypatch, run):
