@@ -1,10 +1,15 @@
 """`quantdiff demo` as a user runs it, on small models where the zoo's stand."""
 
+import importlib
 import json
+import re
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
+from quantdiff.analysis.compare import Comparison
 from quantdiff.analysis.sweep import SweepResults
 from quantdiff.analysis.text import number
 from quantdiff.cli import demo
@@ -15,6 +20,7 @@ from tests.tiny import save_tiny, tiny_diff_v2, tiny_diffllama, tiny_llama
 
 MODELS = {"transformer": tiny_llama, "diff-v1": tiny_diffllama, "diff-v2": tiny_diff_v2}
 TOKENS, WINDOW = 512, 128
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture
@@ -28,7 +34,21 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "PACKAGE", "nowhere_installed")
 
 
-def test_it_profiles_sweeps_and_compares_the_zoo(small, run, tmp_path):
+@pytest.fixture
+def draw_gallery(tmp_path, monkeypatch):
+    """The script that makes the gallery, with pages of its own."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("draw_gallery")
+    root = tmp_path / "checkout"
+    places = {"ROOT": root, "DOCS": root / "docs", "FIGURES": root / "docs" / "figures"}
+    for name, place in {**places, "README": root / "README.md"}.items():
+        monkeypatch.setattr(script, name, place)
+    script.FIGURES.mkdir(parents=True)
+    script.README.write_text(f"before {script.BEGIN} old {script.END} after")
+    return script
+
+
+def test_it_profiles_sweeps_and_compares_the_zoo(small, draw_gallery, run, tmp_path, monkeypatch):
     out = tmp_path / "demo"
     code, told, _ = run("demo", "--out", out)
     assert code == 0
@@ -48,7 +68,38 @@ def test_it_profiles_sweeps_and_compares_the_zoo(small, run, tmp_path):
         assert f"zoo:{kind}" in told
         assert f"zoo:{kind}" in page
         assert number(profile.attention_logits.rank(1)) in told
+    noise = Comparison([out]).noise().set_index(["model", "bits"])
+    assert list(noise.columns[noise.loc["zoo:transformer"].isna().all()]) == [
+        "snr_branch_1", "snr_branch_2", "snr_difference", "cancellation",
+    ]  # fmt: skip
+    for kind in ("diff-v1", "diff-v2"):
+        before, after = (noise.loc[f"zoo:{kind}"][f"snr_{x}"] for x in ("branch_1", "difference"))
+        assert list(before.index) == [8, 6, 4]
+        assert before.is_monotonic_decreasing
+        assert after.notna().all()
+    assert page.count("Error before and after the subtraction") > 1  # its table and its figure
+    monkeypatch.setattr(sys, "argv", ["draw_gallery.py", str(out)])
+    check_gallery(draw_gallery)
     refused(run("demo", "--out", out), "is there already", "--overwrite")
+
+
+def check_gallery(draw_gallery):
+    """Every figure that is linked is there, and the README has its table and figure."""
+    for left_over in ("gallery_old.png", "other.png"):
+        (draw_gallery.FIGURES / left_over).write_bytes(b"")
+    assert draw_gallery.main() == 0
+    page = (draw_gallery.DOCS / "gallery.md").read_text()
+    linked = set(re.findall(r"\]\(figures/(gallery_\S+\.png)\)", page))
+    assert {file.name for file in draw_gallery.FIGURES.iterdir()} == {*linked, "other.png"}
+    assert len(linked) > 5
+    for section in ("Outliers", "Differential attention"):
+        assert f"## {section}\n" in page
+    text = draw_gallery.README.read_text()
+    assert text.startswith("before ")
+    assert text.endswith(" after")
+    assert "old" not in text
+    assert text.count("| zoo:diff-v1 | attention logits |") == 1
+    assert "](docs/figures/gallery_heads.png)" in text
 
 
 def test_json(small, run, tmp_path):
