@@ -1,6 +1,7 @@
 """`quantdiff demo` as a user runs it, on small models where the zoo's stand."""
 
 import importlib
+import itertools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from quantdiff.analysis.text import number
 from quantdiff.cli import demo
 from quantdiff.models import smollm2, zoo
 from quantdiff.statistics.profile import Profile
+from tests.analysis.report.browser import CHROMIUM, Browser
 from tests.cli.conftest import refused
 from tests.tiny import save_tiny, tiny_diff_v2, tiny_diffllama, tiny_llama
 
@@ -80,7 +82,30 @@ def test_it_profiles_sweeps_and_compares_the_zoo(small, draw_gallery, run, tmp_p
     assert page.count("Error before and after the subtraction") > 1  # its table and its figure
     monkeypatch.setattr(sys, "argv", ["draw_gallery.py", str(out)])
     check_gallery(draw_gallery)
+    if CHROMIUM is not None:
+        (tmp_path / "browser").mkdir()
+        check_page(out / "report" / "report.html", tmp_path / "browser")
     refused(run("demo", "--out", out), "is there already", "--overwrite")
+
+
+def check_page(page, folder):
+    """In a browser: no message, no request, as wide as the window, and its tables sort."""
+    browser = Browser(folder)
+    try:
+        for width, dark in itertools.product((1280, 390), (False, True)):
+            browser.open(page, width, dark=dark)
+            assert browser.run("document.documentElement.scrollWidth") <= width
+        images = "[...document.querySelectorAll('figure img')].map(image => image.naturalWidth > 0)"
+        assert all(browser.run(images))
+        tables = "[...document.querySelectorAll('figure.table table')]"
+        for number in range(browser.run(f"{tables}.length")):
+            head = f"{tables}[{number}].tHead.rows[0].cells[0]"
+            browser.click(f"{head}.firstChild")
+            assert browser.run(f"{head}.ariaSort") == "ascending", number
+        assert browser.problems == []
+        assert {url for url in browser.requests if not url.startswith("data:")} == {page.as_uri()}
+    finally:
+        browser.close()
 
 
 def check_gallery(draw_gallery):
