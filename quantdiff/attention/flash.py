@@ -123,7 +123,7 @@ def plan(qk_width: int, value_width: int, major: int) -> tuple[Kernel, int]:
         if not working:
             raise UsageError(
                 "backend='flash' needs flash-attn, which is not installed or does not work: "
-                "pip install 'quantdiff[flash]'"
+                "pip install flash-attn --no-build-isolation"
             )
         raise UsageError(
             f"no installed flash-attn package ({', '.join(working)}) takes query heads of width "
