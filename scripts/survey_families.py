@@ -194,8 +194,8 @@ def page(results: list[Result]) -> str:
         "flex_attention runs in its plain form: torch 2.13 compiles it wrongly for the narrow "
         "heads of tiny models on CPUs without AVX-512.",
         "",
-        f"- {len(both)} of {len(results)} families are exact under eager and sdpa, and {single} more "
-        "under one of the two;",
+        f"- {len(both)} of {len(results)} families are exact under eager and sdpa, and {single} "
+        "more under one of the two;",
         f"- {len(wrong)} give a wrong number;",
         "- *unpadded*: exact without padding; with it the family's own backends differ, so that "
         "there is nothing to compare with;",
