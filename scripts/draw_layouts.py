@@ -32,7 +32,8 @@ TEXT = {
         "DIFF V1, as its authors have it",
         "Official V1, Motif-2.6B, Phi-4-mini-flash and timm's `DiffAttention`. Even query heads "
         "are map 1 and odd ones map 2; each map has its own key heads, even and odd again, and "
-        "both weigh values of twice the width. λ = exp(λq1·λk1) − exp(λq2·λk2) + λ_init, one number a layer; after the "
+        "both weigh values of twice the width. λ = exp(λq1·λk1) − exp(λq2·λk2) + λ_init, one "
+        "number a layer; after the "
         "subtraction an RMS norm over the 2d channels of each head, times 1 − λ_init. The official "
         "naive file agrees with this only without grouped queries: it repeats key heads that are "
         "interleaved already. The flash file is the one to follow.",

@@ -99,7 +99,8 @@ def main() -> int:
         ship(kind, options.runs / kind)
         print(f"zoo:{kind} is in {FOLDER / kind}")
     for name, told in shipped().items():
-        write_card(FOLDER / name.removeprefix(PREFIX), told)
+        folder = FOLDER / name.removeprefix(PREFIX)
+        write_bytes(folder / "README.md", card(folder, told).encode())
     draw(LOGS, [kind for kind in KINDS if (LOGS / kind / "log.jsonl").exists()])
     (LOGS / "curves.png").replace(FIGURE)
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
@@ -161,14 +162,14 @@ def ship(kind: str, run: Path) -> None:
     shutil.copy(run / "log.jsonl", LOGS / kind / "log.jsonl")
 
 
-def write_card(folder: Path, told: dict[str, Any]) -> None:
+def card(folder: Path, told: dict[str, Any]) -> str:
+    """Of a model that is shipped."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     facts = {**told["recipe"], **told, "hours": told["seconds"] / 3600}
     facts |= {name: config[name] for name in ("intermediate_size", "rms_norm_eps")}
     facts |= {"millions": told["tokens"] / 1e6, "size": size_of(told["recipe"])}
     kind = told["kind"]
-    card = CARD.format(name=f"{PREFIX}{kind}", architecture=ARCHITECTURES[kind], **facts)
-    write_bytes(folder / "README.md", card.encode())
+    return CARD.format(name=f"{PREFIX}{kind}", architecture=ARCHITECTURES[kind], **facts)
 
 
 def table() -> str:

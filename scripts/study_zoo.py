@@ -137,19 +137,30 @@ def train(out: Path, part: tuple[int, int]) -> None:
             few = spread(held_out, LOOKED_AT)
             for step in run.train(few, 120, contextlib.nullcontext):
                 bar.advance(every, recipe.batch * length)
-                if step % max(1, recipe.steps // LOOKS) == 0 or step == recipe.steps:
-                    rate = recipe.learning_rate(step - 1)
-                    told = look(run.model, few) | {"rate": rate}
-                    run.records.append({"step": step, "look": told})
+                if step % max(1, recipe.steps // LOOKS) == 0:
+                    remember(run, few)
+            if recipe.steps not in looks(run):
+                remember(run, few)
             bigram = bigram_loss(streams[length].tokens, held_out.numpy())
             told = run.finish(held_out, tokenizer, bigram)
             # As it is saved: casting the module back would leave its rotary buffer rounded.
             model, _ = quantdiff.load(place / kind / "model", device="cpu", dtype="float32")
             measured = measure(model, held_out)
-            path = [{"step": r["step"], **r["look"]} for r in run.records if "look" in r]
+            path = [{"step": step, **told} for step, told in looks(run).items()]
             told |= {"variant": variant, "path": path}
             write_json(place / kind / "measured.json", {**told, **measured})
             (place / kind / "state.pt").unlink(missing_ok=True)
+
+
+def remember(run: Run, windows: torch.Tensor) -> None:
+    """Look at a model in training, and keep it: the step's own checkpoint came before."""
+    rate = run.recipe.learning_rate(run.step - 1)
+    run.records.append({"step": run.step, "look": look(run.model, windows) | {"rate": rate}})
+    run.save()
+
+
+def looks(run: Run) -> dict[int, dict[str, float]]:
+    return {r["step"]: r["look"] for r in run.records if "look" in r}
 
 
 def key_of(told: dict[str, Any]) -> tuple[str, int, str]:

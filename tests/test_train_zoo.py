@@ -117,10 +117,15 @@ def kill(run, folder, delay):
     while run.poll() is None and not (state.exists() and state.stat().st_mtime_ns > before):
         time.sleep(0.005)
     time.sleep(delay)
+    # torchrun gives each of its processes a session of its own.
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     if run.poll() is not None:
         return False
-    os.killpg(run.pid, signal.SIGKILL)
+    for process in (run.pid, *map(int, children)):
+        os.kill(process, signal.SIGKILL)
     run.wait()
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        time.sleep(0.01)
     return True
 
 
@@ -152,6 +157,11 @@ def test_two_processes_killed(start, unbroken, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     finish(start(whole, "--kinds", "diff-v2", **options))
     assert kill(start(broken, "--kinds", "diff-v2", **options), broken, 0.05)
+    steps = [
+        torch.load(out / "diff-v2" / "state.pt", weights_only=True)["step"]
+        for out in (broken, whole)
+    ]
+    assert 0 < steps[0] < steps[1]
     finish(start(broken, "--kinds", "diff-v2", **options))
     assert same_weights(broken, whole)
     logs = [(out / "diff-v2" / "log.jsonl").read_text() for out in (whole, unbroken[0])]

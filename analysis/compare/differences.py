@@ -10,6 +10,7 @@ import pandas as pd
 from quantdiff.analysis.compare.measured import Measured
 from quantdiff.analysis.compare.paired import DECISIVE, Units, intervals, units_of
 from quantdiff.analysis.compare.parts import joined
+from quantdiff.analysis.evaluation.base import CUT
 from quantdiff.analysis.sweep.lines import NO_WAY, Line, Measure, Way, lines, measures, way_label
 from quantdiff.analysis.sweep.results import Row, read_items
 from quantdiff.analysis.text import literal
@@ -69,6 +70,8 @@ def differences(measured: Measured) -> Differences:
     some = [(measure, lines(measured.results, measure)) for measure in measures(measured.results)]
     baseline = _baseline(measured, [line for _, found in some for line in found])
     for measure, found in some:
+        if measure.metric == CUT:
+            continue
         pairs, alone = _between(measure, found, baseline)
         between += pairs
         if alone:

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-__all__ = ["Evaluation", "Metric", "Outcome", "Stopped", "Text", "quiet", "unstopped"]
+__all__ = ["CUT", "Evaluation", "Metric", "Outcome", "Stopped", "Text", "quiet", "unstopped"]
+
+# A metric: the share of requests that were too long; without items, and where some were alone.
+CUT = "cut"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantdiff.analysis.evaluation.base import (
+    CUT,
     Evaluation,
     Metric,
     Outcome,
@@ -116,7 +117,7 @@ class Harness(Evaluation):
             CutWarning,
             stacklevel=2,
         )
-        cut = Metric("cut", model.cut / requests, None, requests)
+        cut = Metric(CUT, model.cut / requests, None, requests)
         return Outcome((*outcome.metrics, cut), outcome.items)
 
 

@@ -110,8 +110,13 @@ def extended(
         "definitions": DEFINITIONS,
         "versions": versions(),
         "commands": commands,
-        "requests": old.get("requests", [{"command": one} for one in old["commands"]]),
+        "requests": old.get("requests", _unrecorded(old)),
     }
+
+
+def _unrecorded(old: Record) -> list[dict[str, Any]]:
+    """The requests of a folder from before their conditions were recorded."""
+    return [{"command": one} for one in old["commands"] or [None]] if old["cells"] else []
 
 
 def _check(folder: Path, old: Record, models: dict[str, Any]) -> None:

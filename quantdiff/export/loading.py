@@ -7,6 +7,7 @@ from typing import Any
 
 from quantdiff.errors import SchemesLeftOutWarning, UsageError
 from quantdiff.models import load as load_model
+from quantdiff.models.checkpoint import Checkpoint
 from quantdiff.models.description import remember_name
 from quantdiff.models.schemes import SIDECAR
 
@@ -36,9 +37,12 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
         UsageError: the request cannot be met, or the folder is not what was exported.
         MissingExtraError: a package that it needs is not installed.
     """
-    folder = _exported(name, options.get("revision"))
+    from quantdiff.models.sources import locate
+
+    checkpoint = locate(name, options.pop("revision", None))
+    folder = _exported(checkpoint)
     if folder is None:
-        return load_model(name, dtype=dtype, **options)
+        return load_model(checkpoint, dtype=dtype, **options)
     from quantdiff.export.contents import check_files, pickles
     from quantdiff.export.sidecar import read_sidecar
 
@@ -53,8 +57,7 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SchemesLeftOutWarning)
         # What was checked is what is opened, also where the hub moves on.
-        where = {key: value for key, value in options.items() if key != "revision"}
-        model, tokenizer = load_model(folder, dtype=dtype, **where)
+        model, tokenizer = load_model(folder, dtype=dtype, **options)
     remember_name(model, os.fspath(name))
     restore(model, sidecar)
     return model, tokenizer
@@ -79,11 +82,8 @@ def restore(model: Any, sidecar: Any) -> None:
         model.fake_quantizer = quantizer
 
 
-def _exported(name: str | Path, revision: str | None) -> Path | None:
-    """The folder, if `name` is one that holds a sidecar; one of the hub is downloaded whole."""
-    from quantdiff.models.sources import locate
-
-    checkpoint = locate(name, revision)
+def _exported(checkpoint: Checkpoint) -> Path | None:
+    """The folder, if it is one that holds a sidecar; one of the hub is downloaded whole."""
     if checkpoint.gguf is not None or SIDECAR not in checkpoint.files:
         return None
     if checkpoint.on_disk:

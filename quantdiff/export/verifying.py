@@ -56,7 +56,8 @@ class Check:
         passed: whether it is as it should be.
         detail: what was found, or what is wrong.
         compared: False where nothing is told of the checkpoint: a loader did not run, since memory
-            is short or a package broken, or rounding may move the logits anywhere.
+            is short or a package broken, rounding may move the logits anywhere, or they are as near
+            as another machine's may be, but not equal on the machine of the record.
     """
 
     name: str

@@ -36,8 +36,8 @@ def refuse_fill(name: str, mask: Tensor, floor: float) -> None:
     """Refuse an additive mask whose entries above `floor` are in all likelihood a mask themselves.
 
     A fill such as −1e9 leaves no weight, but it is no position bias, and with it the logits would
-    be some of the largest numbers there are. It is known by its one value, which stands apart from
-    all others: a bias that gets as low by and by, as ALiBi's does, has others close by.
+    be some of the largest numbers there are. It is known by its value, which stands apart from all
+    others nearer to 0: a bias that gets as low by and by, as ALiBi's does, has others close by.
 
     Args:
         name: of what the mask was given to.
@@ -45,8 +45,8 @@ def refuse_fill(name: str, mask: Tensor, floor: float) -> None:
         floor: at or below it nothing may be attended.
 
     Raises:
-        RecordingError: entries at or below −1000 are all one value to within a hundredth, or its
-            double, where two masks were added; none lies between it and its half. Names the value.
+        RecordingError: there are entries at or below −1000, and none lies between the largest of
+            them and its half. Names the value.
     """
     mask = mask.detach()
     blocks = [mask[:, :, i : i + ROWS] for i in range(0, mask.shape[2], ROWS)]
@@ -59,9 +59,7 @@ def refuse_fill(name: str, mask: Tensor, floor: float) -> None:
         return
     for block in blocks:
         share = block.float() / fill  # 1 at the fill, 0 where nothing is added
-        one = (share - 1).abs() <= _NEAR
-        two = (share - 2).abs() <= 2 * _NEAR
-        if bool((~(one | two) & (share >= 0.5) & (block > floor)).any()):
+        if bool(((share >= 0.5) & (share < 1 - _NEAR)).any()):
             return
     raise RecordingError(
         f"{name} is given an attention mask filled with {fill:g}, which is added to the logits and "

@@ -37,7 +37,7 @@ VOCABULARIES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekk
 
 
 def load(
-    name: str | Path,
+    name: str | Path | Checkpoint,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -48,7 +48,8 @@ def load(
     """Open a causal language model and its tokenizer.
 
     Args:
-        name: a registered name (`known_names()`), a folder, a `.gguf` file or a hub id.
+        name: a registered name (`known_names()`), a folder, a `.gguf` file or a hub id; or what was
+            located already.
         dtype: "float32", "bfloat16", "float16", "float64", a torch dtype, or "auto" for the
             checkpoint's own; by default "auto" on a GPU and float32 on a CPU.
         device: "cpu", "cuda", "cuda:N"; by default CUDA where there is any.
@@ -71,7 +72,7 @@ def load(
     precision = resolve_dtype(dtype, target)
     check_attention(attention, target)
     check_flash_dtype(attention, precision)
-    checkpoint = locate(name, revision)
+    checkpoint = name if isinstance(name, Checkpoint) else locate(name, revision)
     tell_schemes(checkpoint)
     with quiet_libraries(bars=True):
         config = _open_config(checkpoint, trust_remote_code)

@@ -133,6 +133,20 @@ class TestFills:
             assert torch.equal(bias(0, 1), added[:, :, :1])
             assert int((visible.stop - visible.start)[0, -1]) == keys
 
+    @pytest.mark.parametrize(
+        ("causal", "padding"), [(-1e9, -1e4), (-1e4, -1e9), (-1e4, -1e4), (-3e9, -1e9)]
+    )
+    @pytest.mark.parametrize("slopes", [[], [0.5]])
+    def test_fills_that_meet_one_another_and_a_ramp(self, causal, padding, slopes):
+        later = torch.ones(64, 64, dtype=torch.bool).triu(1)
+        added = torch.zeros(1, 1, 64, 64).masked_fill(later, causal)
+        added[..., :5] += padding
+        if slopes:
+            added = added + alibi(slopes, 64, 64, 0.0)
+        for implementation in ("eager", "sdpa"):
+            with pytest.raises(RecordingError, match="filled with"):
+                read_mask(call(implementation, added, 64, 64, batch=1))
+
     def test_a_mask_that_is_learned(self):
         mask = torch.zeros(1, 1, 6, 6, requires_grad=True)
         assert read_mask(call("sdpa", mask, 6, 6))[1] is not None

@@ -104,7 +104,11 @@ def test_what_is_not_there(shipped):
         load("zoo:diff-v1")
 
 
-def test_what_is_shipped_is_small_told_and_trained_alike():
+def test_what_is_shipped_is_small_told_and_trained_alike(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import ship_zoo
+
+    assert ship_zoo.table() in (ROOT / "docs" / "zoo.md").read_text()
     alike, sizes = [], []
     for name, told in zoo.shipped().items():
         folder = zoo.locate(name)
@@ -115,6 +119,7 @@ def test_what_is_shipped_is_small_told_and_trained_alike():
         assert model.dtype == torch.bfloat16
         assert model.num_parameters() == told["parameters"]
         assert told["held_out_loss"] < told["bigram_loss"] - 0.5
+        assert (folder / "README.md").read_text() == ship_zoo.card(folder, told)
         alike.append((told["text"], told["tokens"], told["recipe"] | {"eps": None}))
         sizes.append(told["parameters"])
     assert all(one == alike[0] for one in alike)
