@@ -254,22 +254,19 @@ class Sieve:
     def pass_through(self, s: Tensor, seen: Tensor | None) -> NDArray[np.void]:
         """Records of native.ITEM with head, row, column and value."""
         magnitude = s.abs() if seen is None else torch.where(seen, s.abs(), -1.0)
-        if int((magnitude > self.floor).sum()) >= self.rank:
-            # It rises rarely after the first block; to compare with it is cheaper than to rank.
-            self.floor = float(torch.topk(magnitude.flatten(), self.rank).values[-1])
-        passing = magnitude >= self.floor
-        if int(passing.sum()) > self.rank:
-            # Where many are alike: all of them would take many times the memory of the block.
-            ties = (magnitude == self.floor).flatten(0, 1)  # (H·n, m)
-            ties[int((ties.sum(1).cumsum(0) < self.rank).sum()) + 1 :] = False
-            passing = (magnitude > self.floor) | ties.view(passing.shape)
-        places = passing.nonzero(as_tuple=True)
+        if not self.floor and magnitude.numel() > self.rank:
+            # The first block sets a floor; later ones are compared with it, which is cheaper.
+            self.floor = max(0.0, float(torch.topk(magnitude.flatten(), self.rank).values[-1]))
+        places = (magnitude >= self.floor).nonzero(as_tuple=True)
         items = np.zeros(len(places[0]), native.ITEM)
         items["value"] = s[places].cpu().numpy()
         for name, place in zip(("head", "row", "column"), places, strict=True):
             items[name] = place.cpu().numpy()
-        order = np.argsort(-np.abs(items["value"]), kind="stable")[: self.rank]
-        return items[np.sort(order)]
+        if len(items) > self.rank:
+            kept = np.partition(np.abs(items["value"]), -self.rank)[-self.rank]
+            self.floor = max(self.floor, float(kept))
+            items = items[np.abs(items["value"]) >= kept]
+        return items
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -186,21 +186,6 @@ def test_ties_in_many_blocks(monkeypatch, compiled, most, heads, rows, rank, cau
     assert [tuple(place) for place in top.coordinates] == expected
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("value", [0.0, -3.0])
-def test_of_ties_a_block_gives_as_many_as_are_kept(value, masked):
-    site = SiteStatistics.empty("site", 0, 4, full=True, rank=50, coordinates=4)
-    s = torch.full((4, 60, 60), value)
-    s[3, 59, 0] = 7.0
-    seen = torch.ones(1, 60, 60, dtype=torch.bool).tril() if masked else None
-    items = blocks.Sieve(site).pass_through(s, seen)
-    order = torch.ones(60, 60).tril(0 if masked else 60).nonzero()[:49]
-    assert items["value"].tolist() == [value] * 49 + [7.0]
-    assert items["head"].tolist() == [0] * 49 + [3]
-    assert items["row"].tolist() == [*order[:, 0].tolist(), 59]
-    assert items["column"].tolist() == [*order[:, 1].tolist(), 0]
-
-
 @pytest.mark.parametrize("compiled", PATHS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_logits_are_refused_and_nothing_is_added(compiled, bad):
