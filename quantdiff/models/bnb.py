@@ -37,24 +37,24 @@ class StoredLinear4bit(Linear4bit):
             self.set_compute_type(x)  # type: ignore[no-untyped-call]
             self.compute_type_is_set = True
         dtype = x.dtype if self.compute_dtype is None else self.compute_dtype
-        out: Tensor = _Product.apply(x.to(dtype), self.weight)  # type: ignore[no-untyped-call]
-        if self.bias is not None:
-            out = out + self.bias.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        out: Tensor = _Product.apply(x.to(dtype), self.weight, bias)  # type: ignore[no-untyped-call]
         return out.to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """x·Wᵀ; the unpacked W is made anew for the gradient, and not kept until then."""
+    """x·Wᵀ + b; the unpacked W is made anew for the gradient, and not kept until then."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return x @ unpacked(weight, x.dtype).T
+        return nn.functional.linear(x, unpacked(weight, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        return gradient @ unpacked(ctx.weight, gradient.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        (gradient,) = gradients  # (…, N)
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None  # (N,)
+        return gradient @ unpacked(ctx.weight, gradient.dtype), None, of_bias
 
 
 def unpacked(weight: Any, dtype: torch.dtype) -> Tensor:

@@ -82,11 +82,12 @@ def test_as_bitsandbytes_where_it_is_right():
     assert torch.equal(layer(x), theirs(x))
 
 
-def test_gradients_reach_the_input():
-    layer = packed(48, 80)
-    x = torch.randn(2, 80, requires_grad=True)
+def test_gradients_reach_the_input_and_the_bias():
+    layer = packed(48, 80, bias=True)
+    x = torch.randn(3, 2, 80, requires_grad=True)
     layer(x).sum().backward()
-    torch.testing.assert_close(x.grad, values(layer.weight).sum(0).float().expand(2, -1))
+    torch.testing.assert_close(x.grad, values(layer.weight).sum(0).float().expand(3, 2, -1))
+    torch.testing.assert_close(layer.bias.grad, torch.full((48,), 6.0))
 
 
 def test_a_copy_computes_with_its_own_weights():
