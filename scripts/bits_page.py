@@ -30,21 +30,23 @@ class Page:
         file: the page; its figures lie in `figures` beside it.
         results: folder of the sweeps.
         prefix: how the names of its figures begin.
+        group: weights of a group, where schemes have groups: divides the rows of all its models.
     """
 
     file: Path
     results: Path
     prefix: str
+    group: int
 
     @classmethod
     def of(cls, models):
         """The zoo's page, or that of all other models."""
         of_zoo = [name.startswith("zoo:") for name in models]
         if not any(of_zoo):
-            return cls(DOCS / "bits.md", DOCS / "bits", "bits")
+            return cls(DOCS / "bits.md", DOCS / "bits", "bits", 64)
         if not all(of_zoo):
             raise UsageError("the zoo has a page of its own: measure its models by themselves")
-        return cls(DOCS / "bits_zoo.md", DOCS / "bits" / "zoo", "bits_zoo")
+        return cls(DOCS / "bits_zoo.md", DOCS / "bits" / "zoo", "bits_zoo", 8)
 
     def write(self, part, told):
         """Replace what a part says."""
@@ -69,7 +71,7 @@ class Page:
             figure: kind, and what it shows; of every model by itself, but for `bits`, which has a
                 line for each, beside the published ones. None for no figure.
         """
-        told = [*tables(results), *data(results)]
+        told = [*tables(results), *failures(results), *data(results)]
         done = {row["model"] for row in results.rows if row["status"] == "ok" and row["site"]}
         if figure is None or not done:
             return "\n\n".join(told)
@@ -123,6 +125,12 @@ def cell(row, layout):
         # As far as the second digit of the error.
         layout = f".{max(1 - math.floor(math.log10(error)), 0)}f"
     return f"{value:{layout}}" + (f" ± {error:{layout}}" if error else "")
+
+
+def failures(results):
+    """Why cells failed, a sentence each."""
+    for row in results.failed:
+        yield f"Failed: {row['model']}, {row['scheme']}: {row['error']}"
 
 
 def data(results):

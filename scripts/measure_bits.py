@@ -34,8 +34,8 @@ FIRST = int(os.environ.get("RANK", "0")) == 0
 # Windows are shorter where a model's context is.
 TEXT = Text("corpus", tokens=16_384, seq_len=1024)
 DEPLOYED = (
-    "W8A16", "W4A16", "W4g64A16", "W8A8", "W4A8", "KV8", "KV4", "KV2",
-    "W8A8+KV8", "W8A8+KV8+L8", "W4g64A16+KV4+L6", "W4A8+KV4+L4",
+    "W8A16", "W4A16", "W4g{group}A16", "W8A8", "W4A8", "KV8", "KV4", "KV2",
+    "W8A8+KV8", "W8A8+KV8+L8", "W4g{group}A16+KV4+L6", "W4A8+KV4+L4",
 )  # fmt: skip
 REMEDIED = ("W8A8", "W4A8", "W4A16", "W3A16", "L4")
 REMEDIES = ("none", "smooth:0.5", "rotate", "gptq", "rotate+gptq")
@@ -49,7 +49,7 @@ SEARCH = Text("corpus:train", tokens=2048, seq_len=512)
 OTHER = Text("corpus", tokens=2048, seq_len=512)
 
 
-def remedied():
+def remedied(_):
     """Short names, and in place of a remedy inputs whose largest values are clipped.
 
     Beside those, inputs on the same static grids without clipping: that there is one grid for all
@@ -67,7 +67,12 @@ def remedied():
     return [(), *map(schemes, REMEDIED), *static]
 
 
-def logits():
+def together(page):
+    """Short names, with groups of weights that divide the rows of all of a page's models."""
+    return [(), *(schemes(name.format(group=page.group)) for name in DEPLOYED)]
+
+
+def logits(_):
     """Ranges and granularities of the attention logits."""
     bits = (16, 8, 6, 5, 4, 3)
     dynamic = make_grid(bits=bits, granularities=("tensor", "head", "row"))
@@ -80,13 +85,13 @@ class Part:
     """What one sweep computes.
 
     Attributes:
-        schemes: that are tried.
+        schemes: that are tried, on a page's models.
         evaluation: of every cell.
         remedies: tried with each.
         figure: kind and words, as `Page.content` takes them.
     """
 
-    schemes: Callable[[], Sequence[object]]
+    schemes: Callable[[Page], Sequence[object]]
     evaluation: str = "divergence"
     remedies: Sequence[str] = ("none",)
     figure: tuple[str, str] | None = None
@@ -95,15 +100,15 @@ class Part:
 PARTS = {
     "logits": Part(logits, figure=("ranges", "KL against bits, by range and granularity")),
     "questions": Part(
-        lambda: make_grid(bits=(16, 8, 6, 4)).schemes,
+        lambda _: make_grid(bits=(16, 8, 6, 4)).schemes,
         "choice:goal_inference@400",
         figure=("bits", "accuracy against bits of the attention logits, and the paper's Figure 8"),
     ),
     "sites": Part(
-        lambda: make_grid(bits=(16, 8, 6, 4), sites=SITES).schemes,
+        lambda _: make_grid(bits=(16, 8, 6, 4), sites=SITES).schemes,
         figure=("sites", "KL against bits, by site"),
     ),
-    "together": Part(lambda: [(), *map(schemes, DEPLOYED)]),
+    "together": Part(together),
     "remedies": Part(remedied, remedies=REMEDIES),
 }
 
@@ -124,7 +129,7 @@ def main():
         seq_len = None if options.tables_only else shortest(options.models)
         for part in options.parts:
             if not options.tables_only:
-                measure(options.models, part, page.results / part, seq_len)
+                measure(options.models, part, page, seq_len)
             if FIRST and (page.results / part).exists():
                 page.write(part, content(part, page))
     except UsageError as error:
@@ -146,14 +151,16 @@ def fitted(text, seq_len):
     return replace(text, seq_len=min(text.seq_len, seq_len))
 
 
-def measure(models, part, folder, seq_len):
+def measure(models, part, page, seq_len):
+    folder = page.results / part
     if part == LAYERS:
         measure_layers(models, folder, seq_len)
         return
     one = PARTS[part]
     computed(
-        models, one.schemes(), folder, fitted(TEXT, seq_len), one.evaluation, remedies=one.remedies
-    )
+        models, one.schemes(page), folder, fitted(TEXT, seq_len), one.evaluation,
+        remedies=one.remedies,
+    )  # fmt: skip
 
 
 def content(part, page):
@@ -163,10 +170,13 @@ def content(part, page):
 
 
 def computed(models, wanted, folder, text, evaluation="divergence", **more):
-    return sweep(
+    found = sweep(
         models, wanted, [evaluation], out=folder, text=text, progress=show if FIRST else None,
-        note=say if FIRST else None, **more,
+        note=say if FIRST else None, device="cpu", dtype="float32", **more,
     )  # fmt: skip
+    for row in found.failed:
+        say(f"{row['model']}, {row['scheme']}: {row['error']}")
+    return found
 
 
 def say(sentence):

@@ -3,8 +3,8 @@
     python scripts/ship_zoo.py runs/zoo                      # whichever of the three are finished
     python scripts/ship_zoo.py runs/zoo --kinds transformer
 
-A model that is shipped already is replaced. Writes the cards, the table of docs/zoo.md and the
-training curves of all that are.
+A model that is shipped already is replaced. Writes the cards, the table of docs/zoo.md, the ends of
+the logs and the training curves of all that are.
 """
 
 import argparse
@@ -101,6 +101,7 @@ def main() -> int:
     for name, told in shipped().items():
         folder = FOLDER / name.removeprefix(PREFIX)
         write_bytes(folder / "README.md", card(folder, told).encode())
+        end_log(LOGS / told["kind"] / "log.jsonl", told)
     draw(LOGS, [kind for kind in KINDS if (LOGS / kind / "log.jsonl").exists()])
     (LOGS / "curves.png").replace(FIGURE)
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
@@ -160,6 +161,19 @@ def ship(kind: str, run: Path) -> None:
         sys.exit(f"{target} has {size:,} bytes, more than {LARGEST:,.0f}")
     (LOGS / kind).mkdir(parents=True, exist_ok=True)
     shutil.copy(run / "log.jsonl", LOGS / kind / "log.jsonl")
+
+
+def end_log(log: Path, told: dict[str, Any]) -> None:
+    """Let a log end with the loss on all held-out tokens, and the bigram model's on the same ones.
+
+    While a model is in training, only some of them are looked at.
+    """
+    names = ("tokens", "held_out_loss", "held_out_stderr", "held_out_tokens", "bigram_loss")
+    end = json.dumps({name: told[name] for name in names})
+    lines = log.read_text(encoding="utf-8").splitlines()
+    if "held_out_loss" in json.loads(lines[-1]):
+        lines.pop()
+    write_bytes(log, "".join(f"{line}\n" for line in [*lines, end]).encode())
 
 
 def card(folder: Path, told: dict[str, Any]) -> str:

@@ -114,8 +114,9 @@ def train(out: Path, part: tuple[int, int]) -> None:
     streams = {n: Stream(DATA, tokenizer, n) for n in {r.length for _, r, _ in runs()}}
     test = Stream(HELD_OUT_TEXT, tokenizer, BASE.length)
     done = {key_of(told) for told in results()}
-    missing = [run for run in runs() if (run[0], run[1].seed, run[2]) not in done]
-    mine = missing[part[0] - 1 :: part[1]]
+    # Shared out before what is done is left out: a part that starts later meets no other's models.
+    shared = runs()[part[0] - 1 :: part[1]]
+    mine = [run for run in shared if (run[0], run[1].seed, run[2]) not in done]
     columns = (
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
         TimeRemainingColumn(),

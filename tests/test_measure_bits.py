@@ -3,14 +3,18 @@
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantdiff.analysis.evaluation import Text
 from quantdiff.analysis.sweep import SweepResults, make_grid
+from quantdiff.models import load
+from quantdiff.models.zoo import shipped
 from quantdiff.quantization import Scheme
 from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
 
@@ -39,7 +43,7 @@ def script(tmp_path, monkeypatch):
     }  # fmt: skip
     for part, entries in few.items():
         schemes = entries["schemes"]
-        changed = replace(script.PARTS[part], **entries | {"schemes": lambda of=schemes: of})
+        changed = replace(script.PARTS[part], **entries | {"schemes": lambda _, of=schemes: of})
         monkeypatch.setitem(script.PARTS, part, changed)
     for name, source in (("TEXT", "corpus"), ("OTHER", "corpus"), ("SEARCH", "corpus:train")):
         monkeypatch.setattr(script, name, Text(source, tokens=96, seq_len=96))
@@ -93,6 +97,9 @@ def test_every_model_is_drawn_on_windows_that_fit_all(main, models, tmp_path):
     results = SweepResults.load(tmp_path / "bits" / "logits")
     assert results.missing == 0
     assert results.failed == []
+    # As the pages say, also where there is a GPU.
+    for told in results.record["models"].values():
+        assert (told["dtype"], told["device"]) == ("float32", "cpu")
 
 
 def test_one_model_keeps_its_windows_and_the_names_of_its_figures(main, models, tmp_path):
@@ -130,6 +137,47 @@ def test_the_zoo_has_a_page_of_its_own_with_the_published_figure(main, tmp_path)
     assert (tmp_path / "bits" / "zoo" / "questions" / "results.jsonl").exists()
 
 
+def test_a_failure_is_told_with_its_reason(main, script, models, monkeypatch, capsys):
+    grid = make_grid(bits=(16, 4), sites=("weights",), granularities=("group:7",)).schemes
+    part = replace(script.PARTS["sites"], schemes=lambda _: grid)
+    monkeypatch.setitem(script.PARTS, "sites", part)
+    page, _ = main(models[0], "--parts", "sites")
+    told = between(page, "sites")
+    assert f"Failed: {models[0]}, " in told
+    reason = told.split("Failed: ")[1].splitlines()[0]
+    assert "7" in reason
+    assert reason.rpartition(": ")[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("models", [["smollm2-135m"], sorted(shipped())])
+def test_groups_divide_the_rows_of_all_of_a_pages_models(script, models, request):
+    page = script.Page.of(models)
+    groups = {
+        int(one.granularity.removeprefix("group:"))
+        for entry in script.together(page)
+        for one in entry
+        if one.granularity.startswith("group:") and one.site == "weights"
+    }
+    assert groups == {page.group}
+    for name in models:
+        of_zoo = name.startswith("zoo:")
+        model, _ = load(name, device="cpu") if of_zoo else request.getfixturevalue("smollm2")
+        for module in model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                assert module.in_features % page.group == 0
+
+
+@pytest.mark.parametrize("models", [["smollm2-135m"], ["zoo:transformer"]])
+def test_calibrations_are_not_for_the_repository(script, models):
+    results = script.Page.of(models).results.relative_to(script.Page.of(models).file.parent)
+    for name in ("calibration/a/calibration.safetensors", "figures/bits.png"):
+        path = ROOT / "docs" / results / "logits" / name
+        ignored = subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, check=False)
+        assert ignored.returncode == 0
+        path = path.parents[name.count("/")] / "results.jsonl"
+        assert subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, check=False).returncode
+
+
 def test_the_zoo_is_measured_by_itself(main):
     with pytest.raises(SystemExit, match="a page of its own"):
         main("zoo:transformer", "smollm2-135m")
@@ -138,7 +186,7 @@ def test_the_zoo_is_measured_by_itself(main):
 def test_clipped_inputs_stand_beside_the_same_grid_without_clipping(script):
     inputs = [
         [one for one in entry if one.site == "linear_inputs" and one.static]
-        for entry in script.remedied()
+        for entry in script.remedied(None)
     ]
     assert [one for found in inputs for one in found] == [
         Scheme("linear_inputs", 8, range, "tensor") for range in ("absmax", "percentile:99.9")

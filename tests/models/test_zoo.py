@@ -69,6 +69,9 @@ def test_its_card_and_curves(shipped):
     assert (shipped / "curves.png").stat().st_size > 5_000
     page = (shipped / "zoo.md").read_text()
     assert "| `zoo:transformer` | 12,345 | 8,000 | 5.2500 ± 0.1250 | 6.5000 |" in page
+    log = (shipped / "logs" / "transformer" / "log.jsonl").read_text().splitlines()
+    assert len(log) == 3
+    assert json.loads(log[-1])["held_out_loss"] == 5.25
     assert page.startswith("before ")
     assert page.endswith(" after")
     assert "old" not in page
@@ -96,6 +99,8 @@ def test_what_was_not_trained_alike_is_not_shipped(shipped, change, said):
     (run / "training.json").write_text(json.dumps(told))
     assert ship_zoo.main() == 0
     assert "zoo:diff-v1" in known_names()
+    logs = [shipped / "logs" / kind / "log.jsonl" for kind in ("transformer", "diff-v1")]
+    assert [len(log.read_text().splitlines()) for log in logs] == [3, 3]
 
 
 def test_what_is_not_there(shipped):
@@ -120,6 +125,11 @@ def test_what_is_shipped_is_small_told_and_trained_alike(monkeypatch):
         assert model.num_parameters() == told["parameters"]
         assert told["held_out_loss"] < told["bigram_loss"] - 0.5
         assert (folder / "README.md").read_text() == ship_zoo.card(folder, told)
+        log = (ship_zoo.LOGS / told["kind"] / "log.jsonl").read_text().splitlines()
+        end = json.loads(log[-1])
+        assert end.keys() >= {"held_out_loss", "held_out_stderr", "held_out_tokens", "bigram_loss"}
+        assert end.items() <= told.items()
+        assert name in (ROOT / "README.md").read_text()
         alike.append((told["text"], told["tokens"], told["recipe"] | {"eps": None}))
         sizes.append(told["parameters"])
     assert all(one == alike[0] for one in alike)
