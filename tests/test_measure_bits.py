@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import lzma
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from quantdiff.analysis.evaluation import Text
 from quantdiff.analysis.sweep import SweepResults, make_grid
+from quantdiff.calibration import text_windows
 from quantdiff.models import load
 from quantdiff.models.zoo import shipped
 from quantdiff.quantization import Scheme
@@ -191,6 +193,22 @@ def test_clipped_inputs_stand_beside_the_same_grid_without_clipping(script):
     assert [one for found in inputs for one in found] == [
         Scheme("linear_inputs", 8, range, "tensor") for range in ("absmax", "percentile:99.9")
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "page"), [("smollm2-135m", "bits.md"), ("zoo:transformer", "bits_zoo.md")]
+)
+def test_the_pages_name_the_documents_of_their_text(script, model, page, request):
+    of_zoo = model.startswith("zoo:")
+    _, tokenizer = load(model, device="cpu") if of_zoo else request.getfixturevalue("smollm2")
+    length = 256 if of_zoo else 1024
+    windows = text_windows("corpus", tokenizer, tokens=16_384, seq_len=length).windows
+    text = "".join(tokenizer.decode(window, skip_special_tokens=True) for window in windows)
+    with lzma.open(ROOT / "calibration" / "corpus" / "heldout.jsonl.xz") as file:
+        documents = [json.loads(line) for _, line in zip(range(6), file, strict=False)]
+    years = [one["id"][:4] for one in documents if one["text"][:200] in text]
+    told = " ".join((ROOT / "docs" / page).read_text().split("<!--")[0].split())
+    assert f"of {', '.join(years[:-1])} and {years[-1]}" in told
 
 
 @pytest.mark.parametrize("page", PAGES)
