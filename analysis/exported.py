@@ -85,7 +85,10 @@ def export_table(exported: Exported) -> Table:
     measured = exported.measured or {}
     before = measured.get("source", {})
     bits = 8 * exported.source_bytes / exported.parameters
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    shown = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left",
+        caption=f"the source's size is that of the model as loaded ({exported.source_dtype})",
+    )  # fmt: skip
     for word in ("", "size", "bits a weight", "perplexity", "KL, nats", "agreement"):
         shown.add_column(word, justify="left" if not word else "right", no_wrap=True)
     shown.add_row(

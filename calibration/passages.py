@@ -8,6 +8,7 @@ import torch
 
 from quantdiff.calibration.text import TextWindows, added_bos
 from quantdiff.errors import UsageError
+from quantdiff.models.tokenizing import untouched
 
 __all__ = ["read_passages"]
 
@@ -45,9 +46,10 @@ def read_passages(
             continue
         place = f"{source}, line {number}"
         text, (first, last) = _passage(line, place)
-        encoded = tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        with untouched(tokenizer):
+            encoded = tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
         ids = [*([] if bos is None else [bos]), *encoded["input_ids"]]
         if len(ids) > seq_len or len(ids) < 2:
             raise UsageError(f"{place}: a passage of {len(ids)} tokens; it has 2 to {seq_len}")

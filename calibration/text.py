@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantdiff.calibration.sources import document_chunks, read_documents
 from quantdiff.errors import UsageError
+from quantdiff.models.tokenizing import untouched
 
 __all__ = ["TextWindows", "added_bos", "check_vocabulary", "read_documents", "text_windows"]
 
@@ -173,11 +174,10 @@ def _batch(windows: list[Tensor], pad_token_id: int, padding_side: str) -> dict[
 
 
 def _token_ids(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    # verbose: a piece may well be longer than the model's context, which is no fault here.
-    encoded = tokenizer(
-        text, add_special_tokens=add_special_tokens, truncation=False, padding=False, verbose=False
-    )
-    return list(encoded["input_ids"])
+    options = {"truncation": False, "padding": False, "add_special_tokens": add_special_tokens}
+    with untouched(tokenizer):
+        # verbose: a piece may well be longer than the model's context, which is no fault here.
+        return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 
 def added_bos(tokenizer: Any) -> int | None:

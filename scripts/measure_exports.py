@@ -4,7 +4,9 @@
     python scripts/measure_exports.py --table-only    # of what is measured already
 
 Results go to docs/export/results.jsonl as they come, so that a run that was stopped goes on. Other
-tokens, other windows or another dtype are other results, and have a table of their own.
+tokens, other windows or another dtype are other results, and have a table of their own. Results of
+other weights under a model's name, or of other versions, are replaced. A checkpoint that does not
+give the logits from before it was saved is told of and makes the exit code 1.
 """
 
 import argparse
@@ -19,10 +21,12 @@ from pathlib import Path
 import quantdiff
 from quantdiff.analysis.evaluation import Text
 from quantdiff.analysis.exported import measuring
+from quantdiff.analysis.sweep.identity import deciding_versions, model_fingerprint
 from quantdiff.analysis.text import four_digits
-from quantdiff.errors import UsageError
+from quantdiff.errors import UsageError, VerificationError
 from quantdiff.export import FORMATS
 from quantdiff.export.card import percent
+from quantdiff.files import write_bytes
 from quantdiff.models import context_length, load
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -30,7 +34,8 @@ DATA = "corpus"
 BEGIN, END = "<!-- measured by scripts/measure_exports.py -->", "<!-- end -->"
 WEIGHTS_ALONE = (
     "Weights alone are quantized, except that `ct-w8a8` and `bnb-int8` round the inputs of linear "
-    "layers to 8 bits too, and `bf16`, `fp16` and `bnb-int8` compute in 16 bits."
+    "layers to 8 bits too, and `bf16`, `fp16` and `bnb-int8` compute in 16 bits. A "
+    "source's size is that of the model as loaded."
 )
 
 
@@ -48,29 +53,56 @@ def main():
     arguments = parser.parse_args()
     results = arguments.out / "results.jsonl"
     rows = [json.loads(line) for line in results.open()] if results.exists() else []
+    failed = []
     if not arguments.table_only:
         arguments.out.mkdir(parents=True, exist_ok=True)
         asked = {
             "dtype": arguments.dtype, "data": DATA, "tokens": arguments.tokens,
             "seq_len": arguments.seq_len,
         }  # fmt: skip
-        done = {(row["model"], row["format"]) for row in rows if row["asked"] == asked}
         for name in arguments.models:
-            wanted = [f for f in arguments.formats if (name, f) not in done]
-            for row in measure(name, wanted, asked):
-                with results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-    if not rows:
+            rows = measure(name, arguments.formats, asked, rows, results, failed)
+    if rows:
+        write(rows)
+    elif not failed:
         sys.exit(f"{results} has no results: name a model to measure")
-    write(rows)
+    if failed:
+        sys.exit(1)
 
 
-def measure(name, formats, asked):
-    if not formats:
-        return
+def measure(name, formats, asked, rows, results, failed):
+    """The rows with those of a model; what was not measured yet is, and kept as it comes."""
     model, tokenizer = load(name, dtype=asked["dtype"])
+    about = {
+        "model": name, "asked": asked, "versions": deciding_versions(),
+        "model_fingerprint": model_fingerprint(model, tokenizer),
+    }  # fmt: skip
+    rows = [row for row in rows if not of_other_weights(row, about)]
+    done = [row["format"] for row in rows if row | about == row]
+    wanted = [format_ for format_ in formats if format_ not in done]
+    for row in measured(model, tokenizer, wanted, about, failed):
+        rows = [other for other in rows if not replaced(other, row)] + [row]
+        write_bytes(results, "".join(json.dumps(one) + "\n" for one in rows).encode())
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def of_other_weights(row, about):
+    """Whether a row has the model's name and dtype, but not its weights."""
+    return (
+        row["model"] == about["model"]
+        and row["asked"]["dtype"] == about["asked"]["dtype"]
+        and row.get("model_fingerprint") != about["model_fingerprint"]
+    )
+
+
+def replaced(row, by):
+    return all(row[entry] == by[entry] for entry in ("model", "format", "asked"))
+
+
+def measured(model, tokenizer, formats, about, failed):
+    """A row for each format that works; one whose checkpoint fails its check goes to `failed`."""
+    asked = about["asked"]
     length = min(asked["seq_len"], context_length(model) or asked["seq_len"])
     text = Text(asked["data"], asked["tokens"], length)
     for format_ in formats:
@@ -80,16 +112,15 @@ def measure(name, formats, asked):
                 made = quantdiff.export(
                     model, tokenizer, Path(place) / "checkpoint", format=format_, measure=function
                 )
-            except UsageError as error:
-                print(f"{name} {format_}: {error}", flush=True)
+            except (UsageError, VerificationError) as error:
+                print(f"{about['model']} {format_}: {error}", flush=True)
+                if isinstance(error, VerificationError):
+                    failed.append(format_)
                 continue
         row = made.to_json()
         exact = [c for c in row.pop("verification")["checks"] if c["name"] == "logits"]
         command = shlex.join(["python", "scripts/measure_exports.py", *sys.argv[1:]])
-        yield row | {
-            "model": name, "asked": asked, "command": command, "reload": exact[0]["detail"],
-            "folder": None,
-        }  # fmt: skip
+        yield row | about | {"command": command, "reload": exact[0]["detail"], "folder": None}
         gc.collect()
 
 

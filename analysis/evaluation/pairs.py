@@ -7,6 +7,7 @@ from typing import Any
 from quantdiff.analysis.evaluation.reading import Question
 from quantdiff.errors import UsageError
 from quantdiff.models import context_length, vocabulary_size
+from quantdiff.models.tokenizing import untouched
 
 __all__ = ["Encoder", "Pair", "check_pairs", "question_pairs"]
 
@@ -79,7 +80,8 @@ class Encoder:
         options: dict[str, Any] = {"truncation": False, "padding": False, "verbose": False}
         if plain or (self._mark and text.startswith(self._mark)):
             options["add_special_tokens"] = False
-        return list(self._tokenizer(text, **options)["input_ids"])
+        with untouched(self._tokenizer):
+            return list(self._tokenizer(text, **options)["input_ids"])
 
 
 def check_pairs(model: Any, pairs: Iterable[Pair], place: str) -> None:

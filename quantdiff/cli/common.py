@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -88,8 +87,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and no 
 
 
 def command_line() -> str:
-    """The command as it was typed, for the record."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command, for the record; it is `quantdiff` as well where Python was given the module."""
+    return shlex.join(["quantdiff", *sys.argv[1:]])
 
 
 def listed(values: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantdiff.cli import common
+from quantdiff.cli.sweep_shown import note
 
 if TYPE_CHECKING:
     from quantdiff.export import Exported
@@ -33,6 +34,7 @@ vLLM reads); gptq-4bit, gptq-8bit (gptqmodel, on a GPU).
 
 @common.app.command(epilog=EPILOG)
 def export(
+    context: typer.Context,
     model: common.Model,
     format_: Annotated[str, typer.Option("--format", help="Of the weights; see below.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write; new or empty.")],
@@ -109,17 +111,22 @@ def export(
     from quantdiff.analysis.sweep.ranges import data_of
     from quantdiff.calibration import CalibrationTable, text_windows
     from quantdiff.errors import UsageError, VerificationError
-    from quantdiff.export.exporting import check_out
     from quantdiff.export.exporting import export as run
     from quantdiff.export.formats import Options, find_format
-    from quantdiff.models import context_length, load
+    from quantdiff.export.refusals import check_out, check_shard_size, check_source, check_table
+    from quantdiff.models import context_length, describe, load
     from quantdiff.models.options import resolve_device
 
     # All that can be refused before a large model is loaded.
     chosen = find_format(format_)
     chosen.check(Options(double_quant), resolve_device(device))
     check_out(out, overwrite)
+    check_shard_size(max_shard_size)
     schemes = _schemes(sites, bits, range_, granularity, asymmetric)
+    _refuse_unused(
+        context, format_, calibrated=chosen.calibrated, measure=measure,
+        static=any(scheme.static for scheme in schemes),
+    )  # fmt: skip
     ranges = None if table is None else CalibrationTable.load(table)
     for scheme in schemes:
         if scheme.static and ranges is None:
@@ -129,8 +136,13 @@ def export(
             )
     common.silence_libraries()
     loaded, tokenizer = load(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    check_source(out, loaded)
     calibrated_on: dict[str, dict[str, Any]] = {}
     if ranges is not None:
+        check_table(ranges, loaded)
+        known = ranges.model.get("name")
+        if known not in (model, describe(loaded)["name"]):
+            note(f"{table} was calibrated on {known} and is used for {model}")
         calibrated_on["the static ranges"] = ranges.data
     calibration: tuple[Any, ...] = ()
     if chosen.calibrated:
@@ -209,6 +221,33 @@ def _schemes(
         Scheme(site, width, range_, granularity, symmetric=not asymmetric)
         for site, width in zip(sites, widths, strict=True)
     ]
+
+
+def _refuse_unused(
+    context: typer.Context, format_: str, *, calibrated: bool, measure: bool, static: bool
+) -> None:
+    """Refuse options of which nothing would come.
+
+    Raises:
+        UsageError: names the first.
+    """
+    from quantdiff.errors import UsageError
+
+    unused = {}
+    if not static:
+        unused["--table"] = "static ranges: add --bits and a --range such as absmax"
+    if not calibrated:
+        why = f"formats that are calibrated on text, as {format_} is not: choose a gptq format"
+        unused |= dict.fromkeys(("--calibration-data", "--calibration-tokens"), why)
+    if not measure:
+        why = "the measurement: leave out --no-measure"
+        unused |= {"--data": why, "--tokens": why}
+        if not calibrated:
+            unused["--seq-len"] = why
+    for option, why in unused.items():
+        source = context.get_parameter_source(option[2:].replace("-", "_"))
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{option} is for {why}, or leave {option} out")
 
 
 def _whole_numbers(values: list[str]) -> list[int]:

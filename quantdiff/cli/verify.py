@@ -39,7 +39,7 @@ def verify(
     """Check an exported folder: its files, its tensors, and the logits of the reloaded model.
 
     A checkpoint that is not what was exported loses its name, so that nobody goes on with it: DIR
-    becomes DIR.failed. One that cannot be loaded here keeps it.
+    becomes DIR.failed. One that cannot be read or loaded here keeps it.
     """
     from quantdiff.export.verifying import set_aside
     from quantdiff.export.verifying import verify as run

@@ -45,10 +45,10 @@ def card(
             f'```python\nimport quantdiff\n\nmodel, tokenizer = quantdiff.load("{name}")\n```',
         ]
         if content["calibration"]:
-            data = content["calibration"]["data"] or {}
+            calibrated, data = content["calibration"]["model"], content["calibration"]["data"]
             parts.append(
-                f"The static ranges are from {data.get('tokens', 0):,} tokens of "
-                f"{data.get('source') or 'a batch'}."
+                f"The static ranges are from {data['tokens']:,} tokens of "
+                f"{data.get('source') or 'a batch'}, calibrated on `{calibrated['name']}`."
             )
     parts += [
         "## How it was made",
@@ -115,7 +115,7 @@ def _made(exported: Exported, chosen: Format, content: dict[str, Any]) -> str:
 def _table(exported: Exported) -> str:
     bits = 8 * exported.source_bytes / exported.parameters
     rows = [
-        ("", "source", "this checkpoint"),
+        ("", f"source, as loaded ({exported.source_dtype})", "this checkpoint"),
         ("---", "---", "---"),
         ("size of the weights", f"{exported.source_bytes / 1e6:,.1f} MB",
          f"{exported.bytes / 1e6:,.1f} MB"),

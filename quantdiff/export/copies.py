@@ -1,5 +1,6 @@
 """Copies of a live model that can be quantized: the live one is never written to."""
 
+import copy as copying
 import importlib.util
 from importlib import metadata
 from pathlib import Path
@@ -123,8 +124,9 @@ def copy_of(model: Any, dtype: torch.dtype | None = None, **options: Any) -> Any
         check_keys(type(model).__name__, report)
     copy.eval()
     if getattr(model, "generation_config", None) is not None:
-        settings = model.generation_config.to_dict()
-        copy.generation_config = type(model.generation_config).from_dict(settings)
+        # Whole: it knows that it is as it was loaded, or transformers would refuse to save what
+        # many published ones hold, such as a temperature that greedy decoding has no use for.
+        copy.generation_config = copying.deepcopy(model.generation_config)
     return copy
 
 

@@ -19,7 +19,8 @@ from quantdiff.export.copies import (
 )
 from quantdiff.export.formats import Options, find_format, package_versions
 from quantdiff.export.passage import ROWS, environment, last_logits, passage_ids
-from quantdiff.export.ranges import AskedTable, RangeTable
+from quantdiff.export.ranges import AskedTable, RangeTable, calibration_of
+from quantdiff.export.refusals import check_out, check_shard_size, check_source, check_table
 from quantdiff.export.result import Exported
 from quantdiff.export.sidecar import (
     CARD,
@@ -41,7 +42,7 @@ from quantdiff.quantization.definitions import DEFINITIONS
 from quantdiff.quantization.table import Table
 from quantdiff.versions import versions
 
-__all__ = ["check_out", "export"]
+__all__ = ["export"]
 
 # All that an export may write, which a later one with overwrite=True takes away first.
 OWNED = (
@@ -121,8 +122,12 @@ def export(
             "the weights are what the format quantizes: choose another --format, and schemes for "
             "activations alone"
         )
+    check_shard_size(max_shard_size)
     fake_quantize(model, *schemes, table=table)  # refuses what does not go together
+    if table is not None:
+        check_table(table, model)
     passage = passage_ids(model, tokenizer)
+    check_source(out, model)
     check_out(out, overwrite)
     with staged_folder(out, marker="config.json", owned=OWNED, overwrite=overwrite) as stage:
         step(f"quantizing to {format}")
@@ -148,6 +153,7 @@ def export(
             parameters=described["parameters"],
             bytes=size,
             source_bytes=_bytes(model),
+            source_dtype=described["dtype"],
             schemes=schemes,
             measured=measured,
             verification=None,
@@ -164,7 +170,7 @@ def export(
                 "model": described,
                 "definitions": DEFINITIONS | _STORED,
                 "causal": all(scheme.causal for scheme in schemes),
-                "calibration": _calibration(table) if static else None,
+                "calibration": calibration_of(table) if static else None,
                 "passage": {"ids": passage, "positions": min(ROWS, len(passage))},
                 "reference": environment(model.device) | versions(),
                 "size": {"bytes": size, "bits_per_weight": result.bits_per_weight},
@@ -186,24 +192,6 @@ def export(
 
 def _silent(step: str) -> None:
     """Report nothing."""
-
-
-def check_out(out: Path, overwrite: bool) -> None:
-    """Refuse a folder whose files are not an export's to replace.
-
-    Raises:
-        UsageError: it is not empty, and not to be overwritten or no export.
-    """
-    if not out.is_dir() or all(path.name.startswith(".staged-") for path in out.iterdir()):
-        return  # new, or what a killed run left behind
-    if not overwrite:
-        raise UsageError(f"{out} exists and is not empty; choose another --out or pass --overwrite")
-    # One that was killed while its files were moved one by one has it here or still in the stage.
-    if not any((folder / SIDECAR).is_file() for folder in (out, *out.glob(".staged-*"))):
-        raise UsageError(
-            f"{out} holds files but no export that could be replaced (no {SIDECAR}); choose "
-            "another --out"
-        )
 
 
 def _computed(
@@ -245,16 +233,6 @@ def _checked(result: Exported, stage: Path, device: str) -> Exported:
 
 def _bytes(model: Any) -> int:
     return sum(value.numel() * value.element_size() for value in model.parameters())
-
-
-def _calibration(table: Any) -> dict[str, Any]:
-    """Where static ranges come from."""
-    return {
-        "model": getattr(table, "model", None),
-        "data": getattr(table, "data", None),
-        "definition": getattr(table, "definition", None),
-        "versions": getattr(table, "versions", None),
-    }
 
 
 def _brings_code(folder: Path) -> bool:

@@ -44,14 +44,16 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
     if folder is None:
         return load_model(checkpoint, dtype=dtype, **options)
     from quantdiff.export.contents import check_files, pickles
-    from quantdiff.export.sidecar import read_sidecar
+    from quantdiff.export.sidecar import read_sidecar, reading
 
     sidecar = read_sidecar(folder)
-    wrong = check_files(folder, sidecar.content, computing_only=True)
+    with reading(folder):
+        wrong = check_files(folder, sidecar.content, computing_only=True)
+        found = pickles(folder)
     if wrong:
         raise UsageError(f"{folder} is not what was exported: {wrong[0]}; export it again")
-    for name_ in pickles(folder):
-        raise UsageError(f"{folder} holds a pickle, {name_}, which can run any code: remove it")
+    if found:
+        raise UsageError(f"{folder} holds a pickle, {found[0]}, which can run any code: remove it")
     if dtype is None:
         dtype = sidecar.content["export"]["dtype"]
     with warnings.catch_warnings():

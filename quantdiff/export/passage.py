@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantdiff.errors import UsageError
 from quantdiff.models import context_length, vocabulary_size
+from quantdiff.models.tokenizing import untouched
 from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["ROWS", "environment", "last_logits", "passage_ids"]
@@ -32,8 +33,11 @@ def passage_ids(model: Any, tokenizer: Any) -> list[int]:
     Raises:
         UsageError: the tokenizer gives ids that the model has no embedding for, or none at all.
     """
-    ids: list[int] = list(tokenizer(TEXT, truncation=True, max_length=_TOKENS)["input_ids"])
-    ids = ids[: min(_TOKENS, context_length(model) or _TOKENS)]
+    # Cut here: the tokenizer is exported, with whatever a call left on it. Special tokens behind
+    # the text may fall off, for any ids serve to compare two models.
+    with untouched(tokenizer):
+        encoded = tokenizer(TEXT, truncation=False, padding=False, verbose=False)
+    ids: list[int] = list(encoded["input_ids"])[: min(_TOKENS, context_length(model) or _TOKENS)]
     if not ids:
         raise UsageError("the tokenizer gives no tokens for a plain English text")
     if max(ids) >= vocabulary_size(model):

@@ -1,5 +1,6 @@
 """Static ranges as they lie in a sidecar: a table that knows the ranges of its schemes alone."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from quantdiff.errors import UsageError
 from quantdiff.quantization import Scheme
 from quantdiff.quantization.table import Table
 
-__all__ = ["AskedTable", "RangeTable"]
+__all__ = ["AskedTable", "RangeTable", "calibration_of"]
 
 Range = tuple[NDArray[Any], NDArray[Any]]
 Sites = dict[str, tuple[int, int]]
@@ -24,11 +25,13 @@ class RangeTable:
         model: name of the model that was exported, for messages.
         sites: its attention sites, name -> (layer, query heads).
         ranges: (scheme, site) -> least and most, fp32, of the shapes that `Table.range` gives.
+        calibration: where they come from, as in `quantdiff.json`; None where nobody knows.
     """
 
     model: str
     sites: Sites
     ranges: dict[tuple[Scheme, str], Range]
+    calibration: dict[str, Any] | None = None
 
     def range(self, scheme: Scheme, name: str) -> Range:
         """The range of a scheme at a site.
@@ -43,7 +46,7 @@ class RangeTable:
         least, most = self.ranges[scheme, name]
         return least.copy(), most.copy()
 
-    def check_model(self, sites: Sites) -> None:
+    def check_model(self, sites: Sites, modules: Collection[str] = ()) -> None:
         """Refuse a model with other attention sites.
 
         Raises:
@@ -77,10 +80,20 @@ class AskedTable:
         self.ranges[scheme, name] = found
         return found[0].copy(), found[1].copy()
 
-    def check_model(self, sites: Sites) -> None:
+    def check_model(self, sites: Sites, modules: Collection[str]) -> None:
         """See `Table.check_model`."""
-        self.table.check_model(sites)
+        self.table.check_model(sites, modules)
         self.sites = dict(sites)
+
+
+def calibration_of(table: Table | None) -> dict[str, Any] | None:
+    """Where the ranges of a table come from, as in `quantdiff.json`; None if it does not tell."""
+    if isinstance(table, RangeTable):
+        found = table.calibration or {}
+    else:
+        entries = ("model", "data", "definition", "versions")
+        found = {entry: getattr(table, entry, None) for entry in entries}
+    return found if all(isinstance(found.get(part), dict) for part in ("model", "data")) else None
 
 
 def _told(site: tuple[int, int] | None) -> str:

@@ -19,7 +19,8 @@ class Exported:
         model: name of the source.
         parameters: how many, tied ones once.
         bytes: of the model's safetensors files.
-        source_bytes: what the live model's parameters take.
+        source_bytes: what the live model's parameters take, whatever its file did.
+        source_dtype: that they are in.
         schemes: what is quantized beside the weights.
         measured: the numbers that the caller's measurement gave, or None.
         verification: what was checked, or None if nothing was.
@@ -31,6 +32,7 @@ class Exported:
     parameters: int
     bytes: int
     source_bytes: int
+    source_dtype: str
     schemes: tuple[Scheme, ...]
     measured: dict[str, Any] | None
     verification: Verification | None
@@ -50,6 +52,7 @@ class Exported:
             "parameters": self.parameters,
             "bytes": self.bytes,
             "source_bytes": self.source_bytes,
+            "source_dtype": self.source_dtype,
             "bits_per_weight": self.bits_per_weight,
             "schemes": [asdict(scheme) for scheme in self.schemes],
             "measured": self.measured,

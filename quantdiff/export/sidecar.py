@@ -1,12 +1,15 @@
 """The sidecar: what a checkpoint format has no field for, beside the weights.
 
 `quantdiff.json` tells what was exported and holds a hash of every file; `quantdiff.safetensors`
-holds the static ranges and the logits of a short passage. Other loaders ignore both.
+holds the static ranges and the logits of a short passage. Other loaders ignore both: some would
+read every safetensors file of a folder, were it not for an index that names those of the model.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor
 from quantdiff.errors import UsageError
 from quantdiff.export.ranges import RangeTable
 from quantdiff.files import write_bytes, write_json
+from quantdiff.models.checks import INDEX, WEIGHTS
 from quantdiff.models.schemes import SIDECAR
 from quantdiff.quantization import Scheme
 from quantdiff.statistics.storage import read_content
@@ -32,14 +36,16 @@ __all__ = [
     "QUANTIZED_LOGITS",
     "SIDECAR",
     "VERIFICATION",
+    "DamagedError",
     "Sidecar",
     "describe_files",
     "read_sidecar",
+    "reading",
     "sha256",
     "write_sidecar",
 ]
 
-FORMAT, VERSION = "quantdiff.export", 1
+FORMAT, VERSION, WORD = "quantdiff.export", 1, "exported checkpoint"
 ARRAYS, VERIFICATION = "quantdiff.safetensors", "verification.json"
 CARD = "README.md"
 
@@ -49,6 +55,10 @@ LOGITS, QUANTIZED_LOGITS = "logits", "quantized_logits"
 # Written after the hashes, or meant to be edited.
 _UNHASHED = {SIDECAR, VERIFICATION, CARD}
 _CHUNK = 1 << 22
+
+
+class DamagedError(UsageError):
+    """A sidecar is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def write_sidecar(
     table: RangeTable | None,
     logits: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """Write both files into a folder whose other files are complete.
+    """Write both files into a folder whose other files are complete, and an index if it has none.
 
     Args:
         folder: the checkpoint.
@@ -86,6 +96,8 @@ def write_sidecar(
     Returns:
         The whole content of `quantdiff.json`.
     """
+    if not (folder / INDEX).is_file():
+        _write_index(folder)
     arrays = dict(logits)
     stored = []
     for (scheme, name), ends in (table.ranges if table else {}).items():
@@ -114,13 +126,25 @@ def read_sidecar(folder: Path) -> Sidecar:
     """Read both files.
 
     Raises:
-        UsageError: they are missing, damaged, of another format or of a newer version.
+        DamagedError: they are missing, damaged or of another format.
+        UsageError: they are of a newer version, or cannot be read here.
     """
-    content = read_content(folder / SIDECAR, FORMAT, VERSION, "exported checkpoint")
-    if content.get("digest") != _digest(content):
-        raise UsageError(f"{folder / SIDECAR} was changed or damaged after the export")
+    path = folder / SIDECAR
+    packed: bytes | None = None
+    with reading(folder):
+        for file in (path, folder / ARRAYS):
+            packed = file.read_bytes() if file.is_file() else None
     try:
-        arrays = load_tensors((folder / ARRAYS).read_bytes())
+        read_content(path, FORMAT, sys.maxsize, WORD)
+    except UsageError as error:
+        raise DamagedError(str(error)) from None
+    content = read_content(path, FORMAT, VERSION, WORD)  # refuses what is whole but newer
+    if content.get("digest") != _digest(content):
+        raise DamagedError(f"{path} was changed or damaged after the export")
+    if packed is None:
+        raise DamagedError(f"{folder / ARRAYS} is missing, which belongs to {SIDECAR}")
+    try:
+        arrays = load_tensors(packed)
         schemes = tuple(Scheme(**entry) for entry in content["schemes"])
         sites = {site["name"]: (site["layer"], site["heads"]) for site in content["sites"]}
         ranges = {}
@@ -128,17 +152,44 @@ def read_sidecar(folder: Path) -> Sidecar:
             least, most = arrays[entry["tensor"]].numpy()  # (H,) or (H, C) each
             ranges[schemes[entry["scheme"]], entry["site"]] = least, most
         static = any(scheme.static and scheme.quantizes for scheme in schemes)
-        table = RangeTable(str(content["model"]["name"]), sites, ranges) if static else None
+        name, calibration = str(content["model"]["name"]), content.get("calibration")
+        table = RangeTable(name, sites, ranges, calibration) if static else None
         logits = {name: arrays[name] for name in (LOGITS, QUANTIZED_LOGITS) if name in arrays}
         for part, entry in (("export", "format"), ("export", "dtype"), ("passage", "ids")):
             content[part][entry]
         logits[LOGITS], content["files"], content["reference"]
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise DamagedError(
             f"{folder / ARRAYS} is damaged or does not belong to {SIDECAR} "
             f"({type(error).__name__}: {error})"
         ) from None
     return Sidecar(content, schemes, table, logits)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Refuse a folder of which something cannot be read: that tells nothing of the checkpoint.
+
+    Raises:
+        UsageError: instead of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or folder} cannot be read ({error.strerror or error}): what is in "
+            f"{folder} has to be readable here"
+        ) from None
+
+
+def _write_index(folder: Path) -> None:
+    """As transformers writes it beside shards, for weights that are in one file."""
+    with (folder / WEIGHTS).open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        size = (folder / WEIGHTS).stat().st_size - file.tell()
+    names = sorted(header.keys() - {"__metadata__"})
+    content = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(names, WEIGHTS)}
+    write_json(folder / INDEX, content)
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -25,8 +25,10 @@ from quantdiff.export.sidecar import (
     QUANTIZED_LOGITS,
     SIDECAR,
     VERIFICATION,
+    DamagedError,
     Sidecar,
     read_sidecar,
+    reading,
 )
 from quantdiff.files import write_json
 from quantdiff.models.options import resolve_device
@@ -139,11 +141,14 @@ def verify(
         report: called with the name of each step.
 
     Raises:
-        UsageError: it is no exported folder, or needs code that is not trusted.
+        UsageError: it is no exported folder, one of a newer version, or one that cannot be read
+            here; or it needs code that is not trusted.
         MissingExtraError: a package that its format needs is not installed.
     """
     folder, begin = Path(folder).expanduser(), time.perf_counter()
-    if not (folder / SIDECAR).is_file():
+    with reading(folder):
+        there = (folder / SIDECAR).is_file()
+    if not there:
         raise UsageError(
             f"{folder} holds no exported checkpoint ({SIDECAR} is missing): give a folder that "
             "quantdiff export wrote"
@@ -152,7 +157,8 @@ def verify(
     result = Verification(str(folder))
     if report is not None:
         report("comparing the files with their hashes")
-    sidecar = _static(folder, result)
+    with reading(folder):
+        sidecar = _static(folder, result)
     if sidecar is not None and result.passed:
         chosen = find_format(sidecar.content["export"]["format"])
         chosen.check(Options(), where)
@@ -183,7 +189,7 @@ def _static(folder: Path, result: Verification) -> Sidecar | None:
     )
     try:
         sidecar = read_sidecar(folder)
-    except UsageError as error:
+    except DamagedError as error:
         result._add("sidecar", [str(error)], "")
         return None
     result._add("sidecar", [], f"{SIDECAR} and {ARRAYS} belong together")

@@ -47,8 +47,10 @@ def test_a_text_under_another_name(texts):
 
 def test_small_losses_do_not_read_as_none():
     measured = {"perplexity": 2.0, "kl": 2.5e-6, "agreement": 0.99996}
-    made = Exported("out", "bf16", "tiny", 100, 200, 400, (), measured, None)
-    cells = [list(column.cells)[1] for column in export_table(made).columns]
+    made = Exported("out", "bf16", "tiny", 100, 200, 400, "float32", (), measured, None)
+    shown = export_table(made)
+    assert shown.caption == "the source's size is that of the model as loaded (float32)"
+    cells = [list(column.cells)[1] for column in shown.columns]
     assert cells == ["bf16", "0.0 MB", "16.00", "2.000", "2.500e-06", "99.996%"]
 
 

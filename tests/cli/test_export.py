@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def test_export_and_verify(run, source, tmp_path):
                            "--out", out)  # fmt: skip
     assert code == 0, err
     assert "bnb-nf4" in shown
+    assert "the source's size is that of the model as loaded (float32)" in " ".join(shown.split())
     assert "with attention logits at 4 bits, dynamic range a tensor, symmetric" in shown
     assert "measured on 256 tokens of corpus in windows of 128" in shown
     reloaded = "quantdiff.load gives the logits from before it was saved, to the bit"
@@ -119,8 +121,58 @@ def test_refusals(run, source, tmp_path):
     refused(run("export", source, "--format", "bf16", "--seq-len", 4096, *to), "--seq-len 4096")
     refused(run("export", source, "--format", "bf16", "--double-quant", "--no-measure", *to),
             "bf16 has no double quantization")  # fmt: skip
+    refused(run("export", source, "--format", "bf16", "--max-shard-size", "5 GiB", *to),
+            "--max-shard-size takes a size such as 500MB or 5GB, and not '5 GiB'")  # fmt: skip
     refused(run("verify", source), "holds no exported checkpoint")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_nothing_would_come_of(run, source, tmp_path, monkeypatch):
+    monkeypatch.setitem(quantdiff.export.FORMATS, "calibrated", __name__)
+    to = ("--out", tmp_path / "out")
+
+    def asked(*options, format_="bf16"):
+        return run("export", source, "--format", format_, *options, *to)
+
+    for widths in ((), ("--bits", 4)):
+        refused(asked("--table", tmp_path, *widths), "--table is for static ranges: add --bits")
+    for option in ("--calibration-data", "--calibration-tokens"):
+        refused(asked(option, 64), f"{option} is for formats that are calibrated", "bf16 is not")
+    for option, value in (("--data", "corpus"), ("--tokens", 64), ("--seq-len", 64)):
+        refused(asked(option, value, "--no-measure"), f"{option} is for the measurement")
+    for option, value in (("--data", "corpus"), ("--tokens", 64)):
+        given = asked(option, value, "--no-measure", format_="calibrated")
+        refused(given, f"leave out --no-measure, or leave {option} out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_of_another_model(run, source, tmp_path, monkeypatch):
+    """One of another architecture is refused; one of another name is told of, also on the card."""
+    monkeypatch.setattr("quantdiff.export.exporting._checked", lambda result, *_: result)
+    tables = []
+    for name, width in (("wide", 64), ("twin", 48)):
+        other = save_tiny(tmp_path / name, tiny_llama(intermediate_size=width, seed=1))
+        tables.append(tmp_path / f"table-{name}")
+        code, _, err = run("calibrate", other, "--tokens", 256, "--out", tables[-1])
+        assert code == 0, err
+    asked = ("export", source, "--format", "bf16", "--bits", 8, "--range", "absmax", "--no-measure",
+             "--out", tmp_path / "out", "--table")  # fmt: skip
+    refused(run(*asked, tables[0]), f"calibrated on another model ({tmp_path / 'wide'}: parameters")
+    assert not (tmp_path / "out").exists()
+    code, _, err = run(*asked, tables[1])
+    assert code == 0, err
+    twin = tmp_path / "twin"
+    told = f"note: {tables[1]} was calibrated on {twin} and is used for {source}"
+    assert err.splitlines()[0] == told
+    assert f"calibrated on `{twin}`." in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_source_is_not_overwritten(run, exported):
+    folder = exported("bf16")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refused(run("export", folder, "--format", "bnb-nf4", "--out", folder, "--overwrite"),
+            f"{folder} is the source itself; choose another --out")  # fmt: skip
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_lists_have_commas(run, source, tmp_path, monkeypatch):
@@ -183,6 +235,30 @@ def test_a_package_that_is_missing_says_nothing_of_the_checkpoint(run, exported,
     folder = exported("ct-w8a8")
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     refused(run("verify", folder), "needed to write or load ct-w8a8", "quantdiff[compressed]")
+    assert folder.is_dir()
+
+
+def test_a_checkpoint_of_a_newer_version_keeps_its_name(run, exported):
+    folder = exported("bf16")
+    content = json.loads((folder / "quantdiff.json").read_text())
+    content["format"] = "quantdiff.export/2"
+    (folder / "quantdiff.json").write_text(json.dumps(content))
+    refused(run("verify", folder), "format version 2, newer than", "upgrade quantdiff")
+    assert folder.is_dir()
+
+
+def test_a_file_that_cannot_be_read_says_nothing_of_the_checkpoint(run, exported, monkeypatch):
+    folder = exported("bf16")
+    opened = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.name == "config.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    told = f"{folder / 'config.json'} cannot be read (Permission denied)"
+    refused(run("verify", folder), told)
     assert folder.is_dir()
 
 

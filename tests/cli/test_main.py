@@ -1,7 +1,10 @@
 """Mistakes on the command line: one line, and where the options are told of."""
 
+import sys
+
 import pytest
 
+from quantdiff.cli.common import command_line
 from tests.cli.conftest import refused
 
 
@@ -36,6 +39,13 @@ def test_help(run):
     assert code == 2
     assert "export" in shown + err
     assert "error: " not in shown + err
+
+
+@pytest.mark.parametrize("program", ["/usr/bin/quantdiff", "/site-packages/quantdiff/__main__.py"])
+def test_the_command_of_the_record_can_be_typed(monkeypatch, program):
+    """Whether Python was given the module, as torchrun does too, or the command was."""
+    monkeypatch.setattr(sys, "argv", [program, "export", "a model"])
+    assert command_line() == "quantdiff export 'a model'"
 
 
 def test_ctrl_c(run, monkeypatch):

@@ -3,12 +3,13 @@
 import importlib
 import sys
 
+import numpy as np
 from transformers import GenerationConfig
 
 import quantdiff
 from quantdiff.export.card import percent
 from quantdiff.export.sidecar import read_sidecar
-from tests.tiny import SETTINGS, build, tiny_diff_v2, tiny_llama
+from tests.tiny import SETTINGS, build, tiny_diff_v2, tiny_ids, tiny_llama
 
 SCHEME = quantdiff.Scheme("attention_logits", 4)
 
@@ -22,6 +23,48 @@ def test_activations_are_told_of_where_they_are_quantized(save):
     assert "Measured on a text.\n" in card(save(tiny_llama(), name="a", **options))
     told = card(save(tiny_llama(), name="b", schemes=[SCHEME], **options))
     assert "Measured on a text, activations quantized as below.\n" in told
+
+
+def test_the_source_s_size_is_that_of_the_model_as_loaded(save):
+    model = tiny_llama().bfloat16()
+    count = model.num_parameters()
+    told = card(save(model, "bnb-nf4"))
+    assert "|  | source, as loaded (bfloat16) | this checkpoint |" in told
+    assert f"| size of the weights | {2 * count / 1e6:,.1f} MB |" in told
+    assert "| bits a weight | 16.00 |" in told
+    assert "as loaded (float32)" in card(save(tiny_llama(), "bnb-nf4", name="other"))
+
+
+def test_where_static_ranges_come_from(save):
+    """Also of an export that was made with the ranges of another one's sidecar."""
+    model = tiny_llama()
+    table = quantdiff.calibrate(model, [{"input_ids": tiny_ids(2, 24)}], source="batches")
+    table.model["name"] = "first"
+    options = {"schemes": [quantdiff.Scheme("attention_logits", 4, "absmax")]}
+    first = save(model, name="a", table=table, **options)
+    stored = read_sidecar(first)
+    second = save(model, name="b", table=stored.table, **options)
+    assert read_sidecar(second).content["calibration"] == stored.content["calibration"]
+    told = "The static ranges are from 48 tokens of batches, calibrated on `first`.\n"
+    assert told in card(first)
+    assert told in card(second)
+
+
+class BareTable:
+    """Ranges whose origin nobody tells."""
+
+    def range(self, scheme, name):
+        return np.full(4, -9.0, np.float32), np.full(4, 9.0, np.float32)
+
+    def check_model(self, sites):
+        pass
+
+
+def test_ranges_of_unknown_origin(save):
+    scheme = quantdiff.Scheme("attention_logits", 4, "absmax")
+    folder = save(tiny_llama(), schemes=[scheme], table=BareTable())
+    assert read_sidecar(folder).content["calibration"] is None
+    assert "The static ranges are from" not in card(folder)
 
 
 def test_small_losses_do_not_read_as_none(save):

@@ -28,6 +28,7 @@ HERE = [
 WINDOWS = list(tiny_ids(4, 48))
 SCHEME = quantdiff.Scheme("attention_logits", 4)
 CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
 
 
 def snapshot(model):
@@ -68,6 +69,14 @@ def check(folder):
     assert torch.equal(last_logits(reloaded(folder, own=False), ids), sidecar.logits[last])
 
 
+def read_by_vllm(folder):
+    """Names of the files that it takes for weights: all, but what an index leaves out."""
+    names = {path.name for path in folder.glob("*.safetensors")}
+    if not (folder / INDEX).is_file():
+        return names
+    return names & set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+
+
 @pytest.mark.parametrize("format_", HERE)
 @pytest.mark.parametrize("family", MODELS)
 def test_what_is_loaded_is_what_was_computed(save, family, format_):
@@ -82,6 +91,7 @@ def test_what_is_loaded_is_what_was_computed(save, family, format_):
     folder = save(model, format_, schemes=[SCHEME], calibration=WINDOWS)
     same(before, snapshot(model))
     check(folder)
+    assert read_by_vllm(folder) == {"model.safetensors"}
 
 
 # Half of the widest gap between two values of the grid, relative to the largest value; scales of
@@ -132,19 +142,25 @@ def test_bf16_with_biases_and_grouped_queries(save, format_):
 @pytest.mark.parametrize("tied", [True, False])
 def test_shards_fall_anywhere_and_ties_stay(save, format_, tied):
     folder = save(tiny_llama(tie_word_embeddings=tied), format_, max_shard_size="1KB")
-    assert len(list(folder.glob("model-*.safetensors"))) > 10
+    shards = {path.name for path in folder.glob("model-*.safetensors")}
+    assert len(shards) > 10
+    assert read_by_vllm(folder) == shards
     check(folder)
     for own in (True, False):
         model = reloaded(folder, own)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index = json.loads((folder / INDEX).read_text())
     assert ("lm_head.weight" in index["weight_map"]) != tied
 
 
 def test_weights_that_are_only_rounded_are_those_of_the_source(save):
     model = tiny_llama()
-    stored = load_file(save(model, "bf16") / "model.safetensors")
+    folder = save(model, "bf16")
+    stored = load_file(folder / "model.safetensors")
     assert stored.keys() == model.state_dict().keys()
+    index = json.loads((folder / INDEX).read_text())
+    assert index["weight_map"].keys() == stored.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in stored.values())
     for name, value in model.state_dict().items():
         assert torch.equal(stored[name], value.bfloat16())
     assert torch.equal(stored["lm_head.weight"], model.lm_head.weight.bfloat16())
@@ -188,14 +204,27 @@ def test_folders_are_complete(save):
     folder = save(model, "ct-w8a16")
     assert {path.name for path in folder.iterdir()} == {
         "README.md", "config.json", "configuration_diff_v2.py", "generation_config.json",
-        "model.safetensors", "modeling_diff_v2.py", "quantdiff.json", "quantdiff.safetensors",
-        "tokenizer.json", "tokenizer_config.json",
+        "model.safetensors", INDEX, "modeling_diff_v2.py", "quantdiff.json",
+        "quantdiff.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == 17
     quantdiff.export(model, tokenizer, folder, format="bf16", overwrite=True, check=False)
     assert (folder / "chat_template.jinja").is_file()
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     check(folder)
+
+
+def test_a_generation_config_is_exported_as_it_was_published(save, tmp_path):
+    """Many have a temperature beside greedy decoding, which transformers warns of alone."""
+    source = save_tiny(tmp_path / "source")
+    path = source / "generation_config.json"
+    settings = json.loads(path.read_text()) | {"temperature": 0.6, "do_sample": False}
+    path.write_text(json.dumps(settings))
+    model, _ = quantdiff.load(source, device="cpu")
+    before = snapshot(model)
+    exported = json.loads((save(model) / "generation_config.json").read_text())
+    assert exported["temperature"] == 0.6
+    same(before, snapshot(model))
 
 
 def test_nothing_is_computed_before_it_is_saved(save, monkeypatch):
@@ -276,7 +305,7 @@ def test_quanto_leaves_nothing_random(save):
     from safetensors.torch import save_file
 
     folder = save(tiny_llama(), "quanto-int8")
-    for name in ("quantdiff.json", "quantdiff.safetensors"):
+    for name in ("quantdiff.json", "quantdiff.safetensors", INDEX):
         (folder / name).unlink()
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]

@@ -1,5 +1,6 @@
 """Whatever happens during an export, nothing broken is left under the final name."""
 
+import re
 import resource
 import signal
 import subprocess
@@ -116,7 +117,8 @@ def test_overwriting_takes_the_earlier_export_away(save):
     save(tiny_llama(seed=1), "bnb-nf4", overwrite=True)
     assert {path.name for path in folder.iterdir()} == {
         "README.md", "config.json", "generation_config.json", "mine.txt", "model.safetensors",
-        "quantdiff.json", "quantdiff.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "model.safetensors.index.json", "quantdiff.json", "quantdiff.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     check(folder)
 
@@ -141,6 +143,32 @@ def test_overwriting_leaves_what_no_export_writes(save):
         (folder / name).write_text("mine")
     save(tiny_llama(seed=1), overwrite=True)
     assert [(folder / name).read_text() for name in mine] == ["mine"] * len(mine)
+
+
+def test_the_source_itself_is_not_overwritten(save, tmp_path, monkeypatch):
+    folder = save(tiny_llama())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("out")
+    model, _ = quantdiff.load("link", device="cpu")
+    with pytest.raises(UsageError, match="out is the source itself; choose another --out"):
+        save(model, "bnb-nf4", overwrite=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save(tiny_llama(), overwrite=True)
+
+
+@pytest.mark.parametrize("size", ["5 GiB", "big", "", "-1GB", "0MB", "nanGB", 0, -5])
+def test_shard_sizes_are_checked_before_any_work(save, tmp_path, size):
+    steps = []
+    told = f"--max-shard-size takes a size such as 500MB or 5GB, and not {size!r}"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        save(tiny_llama(), max_shard_size=size, report=steps.append)
+    assert steps == list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", ["0.5 gb", "10KB", 10_000])
+def test_shard_sizes(save, size):
+    check(save(tiny_llama(), max_shard_size=size))
 
 
 def test_other_folders_are_not_overwritten(save, tmp_path):

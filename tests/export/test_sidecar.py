@@ -146,6 +146,17 @@ def test_the_table_of_another_model_is_refused_before_any_work(save, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_so_is_that_of_one_with_the_same_heads(save, tmp_path):
+    table = calibrated(tiny_llama(intermediate_size=64))
+    with pytest.raises(UsageError, match=r"another model \(LlamaForCausalLM: parameters \d+, and"):
+        save(tiny_llama(), schemes=[STATIC], table=table)
+    table = calibrated(tiny_llama())
+    table.model["family"] = "mistral"
+    with pytest.raises(UsageError, match="family mistral, and not llama"):
+        save(tiny_llama(), schemes=[STATIC], table=table)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_newer_sidecar_is_refused(save):
     folder = save(tiny_llama())
     path = folder / "quantdiff.json"

@@ -1,9 +1,11 @@
 """What is wrong with a folder is named, and nobody goes on with it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +113,38 @@ def test_a_sidecar_that_was_edited(folder):
     path.write_text(json.dumps(content))
     assert "quantdiff.json was changed or damaged" in failures(folder)
     not_loaded(folder, "was changed or damaged")
+
+
+def test_a_sidecar_that_is_missing(folder):
+    (folder / "quantdiff.safetensors").unlink()
+    assert "quantdiff.safetensors is missing, which belongs to quantdiff.json" in failures(folder)
+
+
+def test_what_cannot_be_judged_here(folder, monkeypatch):
+    """A sidecar of a newer version, and files that cannot be read."""
+    before = (folder / "quantdiff.json").read_text()
+    content = json.loads(before)
+    (folder / "quantdiff.json").write_text(json.dumps(content | {"format": "quantdiff.export/2"}))
+    with pytest.raises(UsageError, match="format version 2, newer than"):
+        quantdiff.verify(folder)
+    (folder / "quantdiff.json").write_text(before)
+    opened = Path.open
+    for name in ("quantdiff.json", "quantdiff.safetensors", "model-00001-of-00003.safetensors",
+                 "config.json"):  # fmt: skip
+
+        def refuse(path, *arguments, name=name, **options):
+            if path.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return opened(path, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", refuse)
+            told = re.escape(f"{folder / name} cannot be read (Permission denied)")
+            with pytest.raises(UsageError, match=told):
+                quantdiff.verify(folder)
+            with pytest.raises(UsageError, match=told):
+                quantdiff.load(folder, device="cpu")
+    assert not (folder / "verification.json").exists()
 
 
 def test_a_sidecar_of_another_model(folder, good):
