@@ -105,7 +105,7 @@ def branch_histograms(
             continue
         branches: list[int | None] = [None] * site.groups
         if isinstance(part, AttentionLogits):
-            branches = part.branches[site.layer][: site.groups]
+            branches = part.branches[site.name]
         for branch in dict.fromkeys(branches):
             groups = [g for g, other in enumerate(branches) if other == branch]
             full = site.histogram

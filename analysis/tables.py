@@ -101,10 +101,10 @@ def _worst_logits(part: AttentionLogits, n: int) -> Table:
     )  # fmt: skip
     for site in _worst(part, n):
         head = int(np.argmax(site.absmax))
-        place = next(iter(part.items(site.top)), None)
+        place = next(iter(part.items(site)), None)
         # Two heads may tie; the place names the lower one.
         head = head if place is None else place.head
-        branch = part.branches[site.layer][head]
+        branch = part.branches[site.name][head]
         table.add_row(
             str(site.layer), str(head), *[UNKNOWN if branch is None else str(branch)] * branched,
             number(float(site.absmax[head])), *_place(place, "sequence", "query", "key"),

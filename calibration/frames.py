@@ -45,7 +45,7 @@ def ranges_frame(table: "CalibrationTable", granularity: str = "tensor") -> "pd.
         for observer, scheme in SHOWN.items():
             least, most = table.range(replace(scheme, granularity=granularity), site.name)
             about = {"name": site.name, "layer": site.layer}
-            for head, branch in enumerate(table.branches[site.layer][: site.groups]):
+            for head, branch in enumerate(table.branches[site.name]):
                 place = {"head": head, "branch": branch}
                 if granularity == "tensor":
                     place = dict.fromkeys(place)

@@ -62,7 +62,7 @@ def _told(table: CalibrationTable) -> dict[str, Any]:
                     "heads": [
                         {
                             "head": head,
-                            "branch": table.branches[site.layer][head],
+                            "branch": table.branches[site.name][head],
                             "count": int(site.count[head]),
                             "min": float(site.min[head]) if site.count[head] else None,
                             "max": float(site.max[head]) if site.count[head] else None,

@@ -1,7 +1,7 @@
 """The sites of a calibration table: copied, merged, compared, and what a merged one stands for."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,10 @@ def shape(sites: list[SiteStatistics]) -> list[tuple[str, int, int, int]]:
 
 
 def check_sites(
-    model: str, mine: list[SiteStatistics], theirs: Mapping[str, tuple[int, int]]
+    model: str,
+    mine: list[SiteStatistics],
+    theirs: Mapping[str, tuple[int, int]],
+    modules: Collection[str] = (),
 ) -> None:
     """Refuse a model with other sites, name -> (layer, query heads), than those of a table.
 
@@ -105,6 +108,8 @@ def check_sites(
         model: name of the table's model, for messages.
         mine: the table's sites.
         theirs: the model's.
+        modules: paths of what else the model has and may be a site, as cross-attention, which need
+            not run.
 
     Raises:
         UsageError: names the first difference.
@@ -120,7 +125,7 @@ def check_sites(
         if site.layer != layer:
             raise UsageError(f"{start}{name} is layer {site.layer} there, {layer} here")
     for name in known:
-        if name not in theirs:
+        if name not in theirs and name.partition(" ")[0] not in modules:
             raise UsageError(f"{start}it has a site {name}, which is not here")
 
 

@@ -1,6 +1,6 @@
 """The calibration table: what a calibration saw, from which every observer takes its ranges."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ class CalibrationTable:
             the tokens `earlier` stands for; of a merged table also parts, the data of each.
         definition: what was counted, in words.
         sites: one a module that attends, in order of the layers; its groups are the query heads.
-        branches: the branch of each head, by layer.
+        branches: the branch of each head, by the site's name.
         earlier: the same sites after the first part of the data, about three quarters of the
             tokens; None where the data came in one batch or the calibration was cut short before.
             Of a merged table the first parts of both tables together.
@@ -60,7 +60,7 @@ class CalibrationTable:
     data: dict[str, Any]
     definition: str
     sites: list[SiteStatistics]
-    branches: dict[int, list[int | None]]
+    branches: dict[str, list[int | None]]
     earlier: list[SiteStatistics] | None = None
     more: dict[str, Kind] = field(default_factory=dict)
     partial: bool = False
@@ -97,7 +97,7 @@ class CalibrationTable:
             data=data,
             definition=profile.definition[SITE],
             sites=sites,
-            branches={layer: list(heads) for layer, heads in part.branches.items()},
+            branches={name: list(heads) for name, heads in part.branches.items()},
             earlier=first,
             more=more,
             partial=profile.partial,
@@ -197,16 +197,20 @@ class CalibrationTable:
                 f"calibrate again with sites=({site!r},), or --sites {site}"
             )
 
-    def check_model(self, sites: Mapping[str, tuple[int, int]]) -> None:
+    def check_model(
+        self, sites: Mapping[str, tuple[int, int]], modules: Collection[str] = ()
+    ) -> None:
         """Refuse a model that this table was not made for.
 
         Args:
             sites: the model's attention sites, name -> (layer, query heads).
+            modules: paths of all of its modules. Those of cross-attention, and those that attend
+                outside of transformers' dispatch, may be sites of the table beside `sites`.
 
         Raises:
             UsageError: names the first difference.
         """
-        check_sites(str(self.model.get("name")), self.sites, sites)
+        check_sites(str(self.model.get("name")), self.sites, sites, modules)
 
     def merge(self, other: "CalibrationTable") -> "CalibrationTable":
         """Both tables as one, as if one process had seen the data of both.
@@ -229,7 +233,7 @@ class CalibrationTable:
             data=data,
             definition=self.definition,
             sites=merged(self.sites, other.sites),
-            branches={layer: list(heads) for layer, heads in self.branches.items()},
+            branches={name: list(heads) for name, heads in self.branches.items()},
             earlier=merged(*firsts) if firsts else None,
             more={kind: part.merge(other.more[kind]) for kind, part in self.more.items()},
             partial=self.partial or other.partial,

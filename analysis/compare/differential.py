@@ -75,7 +75,7 @@ def branches(group: Group[Recorded]) -> pd.DataFrame:
             heads = [
                 (site, g)
                 for site in part.sites
-                for g, other in enumerate(part.branches[site.layer][: site.groups])
+                for g, other in enumerate(part.branches[site.name])
                 if other == branch
             ]
             rows.append({

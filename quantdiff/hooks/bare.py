@@ -74,7 +74,7 @@ class BareCalls:
                 "cross-attention, which a module says by 'cross' in its name; neither can be told"
             )
         cross = name in self._cross
-        visible, bias = now.visible(call, lambda: read_sdpa(call, module))
+        visible, bias = now.visible(call, lambda: read_sdpa(call, module), cross=cross)
         scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
         return self._take(
             now, f"{name} (cross-attention)" if cross else name, part,

@@ -1,4 +1,4 @@
-"""Whether all that should have been seen in a forward pass was seen, and once."""
+"""Whether all that should have been seen in a forward pass was seen, once and told apart."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def check_once(name: str, calls: int) -> None:
 
 
 def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[str]) -> None:
-    """Refuse a pass in which a hook stayed silent.
+    """Refuse a pass in which a hook stayed silent, or a layer that holds several head layouts.
 
     Args:
         now: the pass at its end.
@@ -40,7 +40,7 @@ def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[st
         sites: names of the logit sites that were ever seen.
 
     Raises:
-        RecordingError: names the first module that is missing.
+        RecordingError: names the first module that is missing, or the layer.
     """
     # A decoder half stands without its encoder: its cross-attention may stay silent.
     attention = [name for name, _ in found.attention if not is_cross(name)]
@@ -70,3 +70,4 @@ def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[st
             "transformers' attention dispatch nor scaled_dot_product_attention nor flash-attn "
             "2; a transformers model may do so when it is loaded with attention='sdpa'"
         )
+    found.layouts(name.partition(" ")[0] for name in sites)

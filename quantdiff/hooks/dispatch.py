@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -213,13 +213,21 @@ def _asks_the_table(module_type: type) -> bool:
 
 
 def attends_itself(module_type: type) -> bool:
-    """Whether a class's methods, or functions that they name, call an attention function."""
+    """Whether a class's methods, or functions that they name, call an attention function.
+
+    It may have another name there, as an import or a module of helpers gives it.
+    """
     for function in _functions(module_type):
-        named = [function.__globals__.get(name) for name in _names(function.__code__)]
+        names = _names(function.__code__)
+        named = [function.__globals__.get(name) for name in names]
         for known in [function, *named]:
             code = getattr(known, "__code__", None)
             if code is not None and _ATTENTION & _names(code):
                 return True
+        modules = [known for known in named if isinstance(known, ModuleType)]
+        named += [vars(module).get(name) for module in modules for name in names]
+        if any(getattr(known, "__name__", None) in _ATTENTION for known in named):
+            return True
     return False
 
 

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from quantdiff.errors import RecordingError
 
-__all__ = ["Entrance", "arguments", "cache_of", "in_backward", "is_entered", "padding_of"]
+__all__ = [
+    "Entrance",
+    "arguments",
+    "cache_of",
+    "in_backward",
+    "is_entered",
+    "padding_of",
+    "positions_of",
+]
 
 
 _COMPILED = (
@@ -142,3 +150,9 @@ def padding_of(given: dict[str, Any]) -> Tensor | None:
     """The 2-D mask among a call's arguments, or None."""
     mask = given.get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def positions_of(given: dict[str, Any]) -> Tensor | None:
+    """The position_ids among a call's arguments, or None."""
+    positions = given.get("position_ids")
+    return positions if isinstance(positions, Tensor) else None

@@ -72,12 +72,10 @@ class Kept:
                 sites[name].merge(whole)
             else:
                 sites[name] = whole
-        order = list(sites.values())
-        heads: dict[int, int] = {}
-        for site in order:  # cross-attention may have other heads than its layer's own
-            heads[site.layer] = max(site.groups, heads.get(site.layer, 0))
+        # Several attentions of a layer have its layout, but may have other numbers of heads.
         return AttentionLogits(
-            order, {layer: branches(layouts[layer], count) for layer, count in heads.items()}
+            list(sites.values()),
+            {name: branches(layouts[site.layer], site.groups) for name, site in sites.items()},
         )
 
     @property

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantdiff.errors import RecordingError
 from quantdiff.hooks.biases import ROWS, Bias, refuse_fill
 from quantdiff.hooks.dispatch import AttentionCall
 from quantdiff.hooks.flash import FlashCall
 from quantdiff.hooks.own import HeadsCall
+from quantdiff.hooks.padding import PACKED
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.hooks.sequences import Batch
 from quantdiff.statistics import Visible
@@ -101,10 +103,22 @@ def read_flash(call: FlashCall, batch: Batch) -> tuple[Visible, Bias | None]:
     right = 0 if call.is_causal else right
     # Packed sequences hold no padding, so that places are counted without it.
     kept = batch.kept.to(device) if call.packed else torch.ones(b, keys, device=device).bool()
+    return _from_rows(_among_kept(kept, rows, left, right), b, rows, keys, device), None
+
+
+def _among_kept(kept: Tensor, rows: int, left: int, right: int) -> Bias:
+    """The rows of a mask whose windows are counted among the kept keys alone, as flash-attn does.
+
+    Args:
+        kept: (B, M) bool; the last query stands at the last key.
+        rows: number of queries.
+        left, right: how many keys before and after its own place a query sees; −1 for all.
+    """
     place = kept.long().cumsum(1) - 1  # (B, M)
+    queries = place[:, -rows:]
 
     def mask_rows(first: int, last: int) -> Tensor:
-        here = place[:, None, keys - rows + first : keys - rows + last, None]  # (B, 1, n, 1)
+        here = queries[:, None, first:last, None]  # (B, 1, n, 1)
         there = place[:, None, None, :]
         seen = kept[:, None, None, :].expand(-1, -1, last - first, -1)
         if left >= 0:
@@ -113,7 +127,7 @@ def read_flash(call: FlashCall, batch: Batch) -> tuple[Visible, Bias | None]:
             seen = seen & (there <= here + right)
         return seen
 
-    return _from_rows(mask_rows, b, rows, keys, device), None
+    return mask_rows
 
 
 def _upper_left(batch: int, rows: int, keys: int, device: torch.device) -> Visible:
@@ -201,30 +215,29 @@ def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
             )
         keys = min(keys, call.mask.shape[1])  # the rest of a static cache is cut off
     elif batch == 1 and rows > 1 and _restarts(call.options.get("position_ids")):
-        raise RecordingError(
-            "position_ids that start anew pack several sequences into one for flash attention; "
-            "quantdiff does not record packed sequences"
-        )
+        raise RecordingError(PACKED)
     visible = Visible.everything(batch, rows, keys, device)
     # The last query stands at the last key.
     here = torch.arange(keys - rows, keys, dtype=torch.int32, device=device)
     window = call.options.get("sliding_window")
-    if window is not None:
-        visible.start = torch.maximum(visible.start, here - window + 1)
-        visible.stop = torch.minimum(visible.stop, here + window)
-    if _is_causal(call):
+    causal = _is_causal(call)
+    if causal:
         visible.stop = torch.minimum(visible.stop, here + 1)
     if call.mask is not None:
         told = call.mask[:, -keys:].to(device).bool()  # (B, M)
         first = told.int().argmax(1, keepdim=True).int()
         stop = keys - told.flip(1).int().argmax(1, keepdim=True).int()
-        if bool((told.sum(1, keepdim=True) == stop - first).all()):  # padding at the ends
-            visible.start = torch.maximum(visible.start, first)
-            visible.stop = torch.minimum(visible.stop, stop)
+        if not bool((told.sum(1, keepdim=True) == stop - first).all()):
+            left = -1 if window is None else window - 1
+            seen = _among_kept(told, rows, left, 0 if causal else left)
+            unused = call.key.shape[2] - keys
+            visible.mask = lambda i, j: F.pad(seen(i, j), (0, unused))
             return visible, None
-        kept = torch.zeros(batch, 1, 1, call.key.shape[2], dtype=torch.bool, device=device)
-        kept[..., :keys] = told[:, None, None]
-        visible.mask = lambda first, last: kept.expand(-1, -1, last - first, -1)
+        visible.start = torch.maximum(visible.start, first)  # padding at the ends
+        visible.stop = torch.minimum(visible.stop, stop)
+    if window is not None:
+        visible.start = torch.maximum(visible.start, here - window + 1)
+        visible.stop = torch.minimum(visible.stop, here + window)
     return visible, None
 
 

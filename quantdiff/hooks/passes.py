@@ -14,6 +14,7 @@ from quantdiff.hooks.dispatch import AttentionCall
 from quantdiff.hooks.flash import FlashCall
 from quantdiff.hooks.logits import HeadsOf, Logits
 from quantdiff.hooks.own import HeadsCall
+from quantdiff.hooks.padding import check_apart, padding_in
 from quantdiff.hooks.sdpa import SdpaCall
 from quantdiff.hooks.sequences import Batch
 from quantdiff.statistics import Visible
@@ -72,6 +73,8 @@ class Pass:
         self.lambdas: dict[str, Tensor] = {}  # of the attention module under way, (B, h, N, 1)
         self.pending: dict[str, list[tuple[str, HeadsOf | None, Logits]]] = {}
         self.ready_mask = False  # a mask was given, but not the 2-D one that tells the padding
+        self.positions: Tensor | None = None  # position_ids as given
+        self.counted = False  # something was counted before any mask told which tokens are real
         # Logits of modules that are measured before they are quantized; see quantization/apart.py.
         self.measuring: set[str] = set()
         self.ends: dict[str, tuple[Tensor, Tensor]] = {}
@@ -117,11 +120,19 @@ class Pass:
         self,
         call: AttentionCall | FlashCall | HeadsCall | SdpaCall,
         read: Callable[[], tuple[Visible, Bias | None]],
+        *,
+        cross: bool = False,
     ) -> tuple[Visible, Bias | None]:
         """Which logits of a call count: its mask, read once for all layers that share it.
 
+        Args:
+            call: of an attention function.
+            read: reads its mask.
+            cross: the keys are those of something else.
+
         Raises:
-            RecordingError: the queries are not those of the pass's tokens.
+            RecordingError: the queries are not those of the pass's tokens, or the tokens are of
+                several sequences a row, or padding that is told too late.
         """
         batch, rows = call.query.shape[0], call.query.shape[2]
         if self.batch.shape[1] == 0:  # an image, whose tokens are known now
@@ -145,45 +156,38 @@ class Pass:
             type(call), id(mask), version, getattr(call, "implementation", None), heads,
             call.key.shape[2], options.get("sliding_window"), options.get("is_causal"),
             getattr(getattr(call, "module", call), "is_causal", None),
-            getattr(call, "window", None), getattr(call, "packed", None),
+            getattr(call, "window", None), getattr(call, "packed", None), cross,
         )  # fmt: skip
         known = self.masks.get(key)
         if known is not None and uncounted and not torch.equal(known[0][1], mask):
             known = None
         if known is None:
             visible, bias = read()
-            if not self.batch.told and call.mask is not None:
-                self._adopt(visible, call.key.shape[2])
+            if not cross:
+                self._look_at_tokens(visible, call.key.shape[2], masked=call.mask is not None)
+            self.counted |= not self.batch.told
             visible = visible.only(self.batch.real.to(visible.stop.device))
             # Holding the mask keeps its id from being used again.
             content = mask.clone() if uncounted else None
             known = self.masks[key] = ((mask, content), visible, bias)
         return known[1], known[2]
 
-    def _adopt(self, visible: Visible, keys: int) -> None:
-        """Take padding from a ready mask, where no 2-D one was given.
-
-        Padding is a token that may attend nothing and that no other token may attend.
-        """
+    def _look_at_tokens(self, visible: Visible, keys: int, *, masked: bool) -> None:
+        """Take padding from a ready mask, where no 2-D one was given; refuse packed sequences."""
         past, rows = self.batch.past, self.batch.shape[1]
-        offset = self.batch.key_offset(keys)
-        if keys < rows or offset:
+        if keys < rows or self.batch.key_offset(keys):
             return  # not the tokens' own mask, or one that has dropped some of them
-        idle = visible.stop <= visible.start  # (B, N)
-        columns = torch.arange(past, past + rows, device=idle.device)
-        for b, n in idle.nonzero().tolist():
-            attended = (visible.start[b] <= columns[n]) & (columns[n] < visible.stop[b])
-            extra = visible.mask_rows(0, rows)
-            if extra is not None:
-                attended &= extra[b if len(extra) > 1 else 0, :, :, columns[n]].any(0)
-            idle[b, n] = not bool(attended.any())
-        self.batch.told = True
-        if bool(idle.any()):
-            if any(self.fired[name] for name in self.layers):
-                raise RecordingError(
-                    "only a ready attention mask was given, and layers ran before the first "
-                    "attention that reads it; give the 2-D mask of the padding"
-                )
-            kept = self.batch.kept.to(idle.device).clone()
-            kept[:, past:] &= ~idle
-            self.batch.keep(kept)
+        if masked and not self.batch.told:
+            padding = padding_in(visible, past)
+            self.batch.told = True
+            if bool(padding.any()):
+                if self.counted or any(self.fired[name] for name in self.layers):
+                    raise RecordingError(
+                        "only a ready attention mask was given, and what ran before the first "
+                        "attention that reads it was counted; give the 2-D mask of the padding too"
+                    )
+                kept = self.batch.kept.to(padding.device).clone()
+                kept[:, past:] &= ~padding
+                self.batch.keep(kept)
+        if self.positions is not None and not past:
+            check_apart(visible, self.positions, self.batch.real, past)

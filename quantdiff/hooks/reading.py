@@ -21,7 +21,7 @@ def read_call(call: AttentionCall, now: Pass, *, cross: bool) -> Logits:
         RecordingError: a keyword or a mask that is not known.
     """
     check_options(call)
-    visible, bias = now.visible(call, lambda: read_mask(call))
+    visible, bias = now.visible(call, lambda: read_mask(call), cross=cross)
     scale = call.options.get("scaling")
     return Logits(
         call.query,

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quantdiff.errors import RecordingError
-from quantdiff.hooks.entrance import arguments, cache_of, in_backward, padding_of
+from quantdiff.hooks.entrance import (
+    arguments,
+    cache_of,
+    in_backward,
+    padding_of,
+    positions_of,
+)
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.sequences import Batch, Sequences
 
@@ -61,6 +67,7 @@ class Runs:
         with self.lock:
             now = Pass(self._describe(given), self._layers)
             now.ready_mask = given.get("attention_mask") is not None and padding_of(given) is None
+            now.positions = positions_of(given)
             self.open += 1
         self._local.now = now
         try:
@@ -139,6 +146,8 @@ class Runs:
     def _learn(self, now: Pass, given: dict[str, Any]) -> None:
         """Take from an inner decoder's arguments what the outermost call did not tell."""
         mask, cache = padding_of(given), cache_of(given)
+        if now.positions is None:
+            now.positions = positions_of(given)
         if cache is not None and int(cache.get_seq_length()) and not now.batch.past:
             raise RecordingError(
                 "a key-value cache reaches the decoder under a name that quantdiff does not know; "

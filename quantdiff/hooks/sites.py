@@ -146,6 +146,7 @@ class Sites:
             check_once(name, 1 + now.fired[layer])
             given = args[0] if args else next(iter(kwargs.values()))  # input, or x
             rows = input_rows(name, given, now, self._found)
+            now.counted |= not now.batch.told
             with self._lock:
                 self._add("linear inputs", rows[None], now.batch, site, number)
 

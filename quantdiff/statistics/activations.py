@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+
 from quantdiff.statistics.histogram import Histogram
 from quantdiff.statistics.moments import Moments
 from quantdiff.statistics.site import SiteStatistics
@@ -155,28 +157,44 @@ class Activations:
 
 
 class AttentionLogits(Activations):
-    """The attention logits of all layers; a site's groups are its query heads."""
+    """The attention logits of all layers; a site's groups are its query heads.
+
+    Attributes:
+        branches: the branch of each head, by the site's name.
+    """
 
     sequence = 2
 
     def __init__(
-        self, sites: list[SiteStatistics], branches: Mapping[int, Sequence[int | None]]
+        self, sites: list[SiteStatistics], branches: Mapping[str, Sequence[int | None]]
     ) -> None:
         super().__init__(sites)
-        self.branches = {layer: list(heads) for layer, heads in branches.items()}
+        self.branches = {name: list(heads) for name, heads in branches.items()}
 
     def top(self, n: int) -> list[Logit]:
         """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
-        return self.items(self.largest)[:n]
+        return self._items(self.sites)[:n]
 
-    def items(self, top: Top) -> list[Logit]:
-        """The entries of a site's or of all sites' largest magnitudes."""
+    def items(self, site: SiteStatistics) -> list[Logit]:
+        """The entries of a site's largest magnitudes."""
+        return self._items([site])
+
+    def _items(self, sites: Sequence[SiteStatistics]) -> list[Logit]:
+        # Several attentions of a layer share its coordinates: the last column tells them apart.
+        merged = Top(sites[0].top.rank, 6)
+        for number, site in enumerate(sites):
+            places = site.top.coordinates
+            numbers = np.full((len(places), 1), number)
+            merged.offer(site.top.values, np.concatenate([places, numbers], 1))
         return [
-            Logit(float(value), layer, head, self.branches[layer][head], sequence, query, key)
-            for value, (layer, head, sequence, query, key) in zip(
-                top.values, top.coordinates.tolist(), strict=True
+            Logit(
+                float(value), layer, head, self.branches[sites[number].name][head],
+                sequence, query, key,
             )
-        ]
+            for value, (layer, head, sequence, query, key, number) in zip(
+                merged.values, merged.coordinates.tolist(), strict=True
+            )
+        ]  # fmt: skip
 
 
 class Values(Activations, ABC):

@@ -251,7 +251,7 @@ class Profile:
                         "name": site.name,
                         "layer": site.layer,
                         "head": g if isinstance(part, AttentionLogits | CacheEntries) else None,
-                        "branch": part.branches[site.layer][g]
+                        "branch": part.branches[site.name][g]
                         if isinstance(part, AttentionLogits)
                         else None,
                         "count": int(site.count[g]),

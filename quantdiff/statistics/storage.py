@@ -65,7 +65,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
                     "name": site.name,
                     "layer": site.layer,
                     "heads": [
-                        {"head": g, "branch": logits.branches[site.layer][g], **row}
+                        {"head": g, "branch": logits.branches[site.name][g], **row}
                         for g, row in enumerate(site.rows())
                     ],
                 }
@@ -135,15 +135,9 @@ def read_content(path: Path, kind: str, newest: int, word: str) -> dict[str, Any
     return content
 
 
-def read_branches(sites: list[dict[str, Any]]) -> dict[int, list[int | None]]:
-    """The branches of each layer's heads, of the logit sites of a JSON file."""
-    # Of a layer with several attentions the one with the most heads tells them.
-    branches: dict[int, list[int | None]] = {}
-    for site in sites:
-        heads = [head["branch"] for head in site["heads"]]
-        if len(heads) > len(branches.get(site["layer"], [])):
-            branches[site["layer"]] = heads
-    return branches
+def read_branches(sites: list[dict[str, Any]]) -> dict[str, list[int | None]]:
+    """The branch of each head, by site, of the logit sites of a JSON file."""
+    return {site["name"]: [head["branch"] for head in site["heads"]] for site in sites}
 
 
 def load_profile(folder: Path) -> Profile:

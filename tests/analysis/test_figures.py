@@ -153,8 +153,8 @@ class TestHeads:
 
     def test_heads_of_a_branch_stand_together_whatever_the_layout(self, profiles):
         profile = profiles["diffllama"].copy()
-        for layer in profile.attention_logits.branches:
-            profile.attention_logits.branches[layer] = [1, 2, 1, 2]
+        for name in profile.attention_logits.branches:
+            profile.attention_logits.branches[name] = [1, 2, 1, 2]
         figure = plot(profile, "heads")
         figure.draw_without_rendering()
         heads = [label.get_text() for label in figure.axes[0].get_yticklabels()]
@@ -162,7 +162,8 @@ class TestHeads:
 
     def test_branches_are_not_named_where_layers_have_other_ones(self, profiles):
         profile = profiles["diffllama"].copy()
-        profile.attention_logits.branches[1] = [1, 2, 1, 2]
+        second = profile.attention_logits.sites[1].name
+        profile.attention_logits.branches[second] = [1, 2, 1, 2]
         figure = plot(profile, "heads")
         figure.draw_without_rendering()
         heads = [label.get_text() for label in figure.axes[0].get_yticklabels()]

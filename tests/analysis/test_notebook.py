@@ -47,7 +47,8 @@ class TestCalibration:
                 head = 0 if pd.isna(row["head"]) else row["head"]
                 ends = table.range(asked, row["name"])
                 assert (row["least"], row["most"]) == tuple(end[head] for end in ends)
-            wanted = table.branches[0] * 2 * len(SHOWN) if granularity == "head" else []
+            kinds = [kind for heads in table.branches.values() for kind in heads]
+            wanted = kinds * len(SHOWN) if granularity == "head" else []
             assert sorted(frame["branch"].dropna()) == sorted(wanted)
 
     def test_other_granularities_are_refused(self, table):

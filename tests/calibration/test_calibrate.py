@@ -98,7 +98,7 @@ def test_every_layout(make):
     table = calibrate(model, windows())
     heads = {site.groups for site in table.sites}
     assert len(heads) == 1
-    assert len(table.branches[0]) == heads.pop()
+    assert len(table.branches["model.layers.0.self_attn"]) == heads.pop()
     assert len(table.sites) == 2
 
 

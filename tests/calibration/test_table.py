@@ -83,7 +83,10 @@ class TestRanges:
     def test_a_profile_in_full_detail_gives_the_same_table(self, table):
         other = CalibrationTable.from_profile(recorded(tiny_diffllama(), *range(8)))
         assert ranges(other) == ranges(table)
-        assert other.branches == table.branches == {0: [1, 1, 2, 2], 1: [1, 1, 2, 2]}
+        assert other.branches == table.branches
+        assert table.branches == {
+            f"model.layers.{layer}.self_attn": [1, 1, 2, 2] for layer in range(2)
+        }
 
 
 def test_the_frame_of_a_layer_with_two_attentions_of_other_head_counts():
@@ -95,6 +98,18 @@ def test_the_frame_of_a_layer_with_two_attentions_of_other_head_counts():
     assert heads["head"].tolist() == [0, 1, 2, 3, 0, 1] * 2
     most = np.concatenate([site.max for site in table.sites])
     assert heads["most"].to_numpy(np.float32).tolist() == most.tolist()
+
+
+def test_the_branches_of_a_layer_with_two_attentions_of_other_head_counts(tmp_path):
+    model = two_widths()
+    with torch.no_grad(), record(model, layout="halves") as recorder:
+        model(torch.randn(2, 9, 16))
+    table = CalibrationTable.from_profile(recorder.profile())
+    table.save(tmp_path)
+    for read in (table, CalibrationTable.load(tmp_path)):
+        assert read.branches["0.narrow"] == [1, 2]
+        heads = read.to_frame("head").query("observer == 'absmax'")
+        assert heads["branch"].tolist() == [1, 1, 2, 2, 1, 2] * 2
 
 
 class TestMerge:
@@ -288,3 +303,11 @@ class TestRefusals:
             with pytest.raises(UsageError, match=words) as refused:
                 table.check_model(wrong)
             assert "DiffLlamaForCausalLM" in str(refused.value)
+
+    def test_attention_that_a_model_does_not_tell_before_it_runs(self, table, monkeypatch):
+        first, second = (f"model.layers.{i}.self_attn" for i in range(2))
+        table.check_model({first: (0, 4)}, {first, second})
+        monkeypatch.setattr(table.sites[1], "name", f"{second} (cross-attention)")
+        table.check_model({first: (0, 4)}, {first, second})
+        with pytest.raises(UsageError, match=r"has a site model\.layers\.1\S+ \(cross-attention\)"):
+            table.check_model({first: (0, 4)}, {first})

@@ -187,6 +187,37 @@ def test_a_mask_that_is_filled_anew_for_each_layer(mode):
         assert site.count.tolist() == [2 * int(mask.sum())] * H
 
 
+class Padded(NanoGPT):
+    """Makes its mask of an argument of its own."""
+
+    def forward(self, ids, pad_mask):
+        return super().forward(ids, attn_mask=pad_mask[:, None, None, :] & CAUSAL)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_a_model_tells_its_attention_alone(side):
+    model, real = make(Padded), torch.ones(2, 11, dtype=torch.bool)
+    real[1, :4] = False
+    real = real if side == "left" else real.flip(1)
+    with torch.no_grad(), record(model) as recorder:
+        model(IDS, real)
+    seen = CAUSAL & real[:, None, None, :] & real[:, None, :, None]
+    profile = check(recorder, model, seen)
+    assert profile.data["tokens"] == 18
+    assert profile.data["sequence_length"] == 11
+    assert profile.hidden_states.count == 3 * 18 * D
+
+
+def test_padding_that_is_told_after_something_was_counted_is_refused():
+    model, real = make(Padded), torch.ones(2, 11, dtype=torch.bool)
+    real[1, 7:] = False
+    with torch.no_grad(), record(model, sites=("linear_inputs",)) as recorder:
+        model(IDS, torch.ones_like(real))
+        with pytest.raises(RecordingError, match="ran before the first attention that reads it"):
+            model(IDS, real)
+    assert recorder.profile().partial
+
+
 def test_a_vision_transformer():
     model = make(VisionTransformer)
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -392,7 +423,7 @@ def test_keys_of_something_else_keep_their_own_numbers():
     with torch.no_grad(), record(model) as recorder:
         model(torch.randn(2, 7, D), torch.randn(2, 4, D))
     profile = recorder.profile()
-    cross = profile.attention_logits.items(profile.attention_logits.sites[1].top)
+    cross = profile.attention_logits.items(profile.attention_logits.sites[1])
     assert {item.key for item in cross} == {0, 1, 2, 3}
     assert {item.query for item in cross} == set(range(7))
 

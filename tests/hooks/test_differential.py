@@ -196,8 +196,9 @@ def test_a_model_of_several_kinds():
         model(tiny_ids(1, 8))
     profile = recorder.profile()
     assert profile.model["layout"] == "mixed"
-    branches = profile.attention_logits.branches
-    assert branches == {0: [None] * 8, 1: [1, 2] * 4, 2: [1, 2] * 4, 3: [1, 1, 2] * 2}
+    kinds = [[None] * 8, [1, 2] * 4, [1, 2] * 4, [1, 1, 2] * 2]
+    names = [f"blocks.{layer}.attention" for layer in range(4)]
+    assert profile.attention_logits.branches == dict(zip(names, kinds, strict=True))
 
 
 def test_training_with_checkpointing_counts_once():

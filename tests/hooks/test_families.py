@@ -1,11 +1,13 @@
 """Differential models by their families, on stand-ins of the same structure."""
 
+import types
 import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from quantdiff import RecordingError, UsageError, record
 from quantdiff.attention import DifferentialAttentionV1, layout
@@ -38,7 +40,7 @@ def check(profile, model, name, seen=CAUSAL, padding=0):
     blocks = [(i, block) for i, block in enumerate(model.blocks) if block.attn is not None]
     assert [site.layer for site in logits.sites] == [i for i, _ in blocks]
     assert profile.model["layout"] == name
-    for site, (layer, block) in zip(logits.sites, blocks, strict=True):
+    for site, (_, block) in zip(logits.sites, blocks, strict=True):
         q, k = block.attn.seen
         heads, kv_heads = q.shape[1], k.shape[1]
         k = k[:, layout(name).key_heads(heads, kv_heads)]
@@ -51,9 +53,9 @@ def check(profile, model, name, seen=CAUSAL, padding=0):
             torch.testing.assert_close(
                 torch.as_tensor(mine, dtype=torch.float64), wanted, rtol=1e-4, atol=1e-5
             )
-        assert logits.branches[layer] == layout(name).branches(heads)
+        assert logits.branches[site.name] == layout(name).branches(heads)
         assert (site.histogram.count == site.count).all()
-        largest = max(logits.items(site.top), key=lambda item: item.value)
+        largest = max(logits.items(site), key=lambda item: item.value)
         shift = padding * largest.sequence  # places are counted among the real tokens
         found = x[largest.sequence, largest.head, largest.query + shift, largest.key + shift]
         assert abs(found.item()) == pytest.approx(largest.value, rel=1e-4)
@@ -183,7 +185,8 @@ def test_the_official_v2_module(flag):
         warnings.simplefilter("error")
         profile = recorded(model, maps=True)
     assert profile.model["layout"] == ("adjacent_shared" if flag else "none")
-    assert profile.attention_logits.branches[1] == ([1, 2] * 4 if flag else [None] * 8)
+    branches = profile.attention_logits.branches["blocks.1.attn"]
+    assert branches == ([1, 2] * 4 if flag else [None] * 8)
     assert profile.attention_logits.count == 2 * 2 * 8 * 66
     for site, block in zip(profile.attention_logits.sites, model.blocks, strict=True):
         x = reference.logits(*block.attn.seen, D**-0.5)[:, :, CAUSAL]  # (B, H, n)
@@ -388,6 +391,45 @@ def test_attention_of_its_own_inside_a_model_of_the_dispatch():
     assert [int(site.count.sum()) for site in sites] == [2 * 66 * 6, 2 * 66 * 4, 2 * 66 * 4]
 
 
+class Plain(Base):
+    def __init__(self):
+        super().__init__(6, 6)
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            setattr(self, name, None)
+
+
+class Imported(Plain):
+    """Calls torch's attention by a name of its own."""
+
+    def forward(self, x, mask=None):
+        out = sdpa(*self.project(x), is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+helpers = types.ModuleType("helpers")
+helpers.attend = sdpa
+
+
+class OfHelpers(Plain):
+    """Calls it as a module of helpers has it."""
+
+    def forward(self, x, mask=None):
+        out = helpers.attend(*self.project(x), is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("kind", [Imported, OfHelpers])
+def test_attention_under_another_name_inside_a_model_of_the_dispatch(kind):
+    model = llama_with(kind())
+    with torch.no_grad(), record(model) as recorder:
+        model(IDS % 200)
+    sites = recorder.profile().attention_logits.sites
+    assert [site.name for site in sites] == [
+        "model.layers.0.self_attn", "model.layers.1.self_attn.inner",
+    ]  # fmt: skip
+    assert all(site.count.tolist() == [2 * 66] * 6 for site in sites)
+
+
 def test_our_own_attention_inside_a_model_of_the_dispatch():
     own = DifferentialAttentionV1(C, 0, 3, rotary="half", backend="sdpa")
     model = llama_with(own)
@@ -395,7 +437,8 @@ def test_our_own_attention_inside_a_model_of_the_dispatch():
         model(IDS % 200)
     profile = recorder.profile()
     assert profile.model["layout"] == "mixed"
-    assert profile.attention_logits.branches[1] == [1, 2] * 3
+    branches = profile.attention_logits.branches["model.layers.1.self_attn.inner"]
+    assert branches == [1, 2] * 3
     kinds = [(site.layer, site.kind) for site in profile.maps]
     assert kinds == [(0, "softmax"), (1, "branch 1"), (1, "branch 2"), (1, "difference")]
 
@@ -467,6 +510,24 @@ def test_maps_of_pairs_that_differ_otherwise_are_refused(what):
     assert recorded(model).model["layout"] == "adjacent"
     with pytest.raises(RecordingError, match="same scale and mask"):
         recorded(model, maps=True)
+
+
+class Both(nn.Module):
+    """Differential attention behind a plain one, in one layer."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.plain, self.pairs = Imported(), DiffAttention(depth)
+
+    def forward(self, x, mask=None):
+        return self.pairs(self.plain(x))
+
+
+def test_a_layer_of_two_layouts_is_refused_in_the_first_pass():
+    model = make(Both)
+    words = r"layer 0 holds attention of several head layouts \(adjacent, none\)"
+    with torch.no_grad(), record(model), pytest.raises(RecordingError, match=words):
+        model(IDS)
 
 
 def test_an_unknown_layout_is_named():

@@ -178,8 +178,14 @@ class TestNoMask:
         visible, _ = read_mask(one)
         place = torch.arange(6)
         seen = (place <= place[:, None]) & (place > place[:, None] - (window or 6))
-        expected = seen & mask.bool()[:, None, None]
-        assert torch.equal(dense(one, visible), expected.expand(2, 4, 6, 6))
+        expected = (seen & mask.bool()[:, None, None]).expand(2, 4, 6, 6).clone()
+        for b, told in enumerate(mask.bool()):
+            # The kernel is given the real tokens alone, one behind the other.
+            real = told.nonzero()[:, 0]
+            rows = torch.zeros(len(real), 6, dtype=torch.bool)
+            rows[:, real] = seen[: len(real), : len(real)]
+            expected[b, :, real] = rows
+        assert torch.equal(dense(one, visible), expected)
         # Padding at the ends is an interval, which a flash kernel can take too.
         assert (visible.mask is None) == (kind in ("left", "right"))
 
@@ -207,6 +213,16 @@ class TestFlash:
         seen = dense(one, read_mask(one)[0])[:, 0]
         assert seen[0].int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
         assert seen[1].int().tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_a_window_over_holes_counts_real_tokens(self, causal):
+        mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 0]])
+        one = call(
+            "flash_attention_2", mask, 3, 9, batch=1, sliding_window=3, is_causal=causal
+        )  # the queries stand at 5, 6, 7; the last key is unused
+        seen = dense(one, read_mask(one)[0])[0, 0].int()
+        assert seen[0].tolist() == [0, 1, 1, 0, 0, 1, int(not causal), 0, 0]
+        assert seen[1].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 0]
 
     def test_packed_sequences_are_refused(self):
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]])

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from quantdiff import RecordingError, Scheme, UsageError, fake_quantize, record
 from quantdiff.statistics.storage import to_json
 from tests.reference import Materialised, check_profile
-from tests.tiny import tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
+from tests.tiny import VOCABULARY, build, tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 MODELS = {"llama": tiny_llama, "diffllama": tiny_diffllama}
 # The cache argument was called past_key_values before.
@@ -368,9 +368,10 @@ def test_a_ready_mask_with_a_fill_that_is_added(attention, context):
         assert logits.rank(1) == pytest.approx(6600, rel=0.01)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_padding_is_taken_from_a_ready_mask(attention):
-    model, batch = tiny_llama(), padded([20, 11], "left")
+def test_padding_is_taken_from_a_ready_mask(attention, side):
+    model, batch = tiny_llama(), padded([20, 11], side)
     model.set_attn_implementation(attention)
     causal = torch.ones(20, 20, dtype=torch.bool).tril()
     seen = causal & batch["attention_mask"][:, None, None, :].bool()
@@ -383,3 +384,99 @@ def test_padding_is_taken_from_a_ready_mask(attention):
     found = profile_of(model, {**given, "attention_mask": ready})
     assert_same(expected, found)
     assert found.data == expected.data
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_ready_masks_of_several_passes_with_a_cache(side):
+    """The second sequence ends early: its last tokens are padding, in chunks and one by one."""
+    model, batch = tiny_llama(), padded([18, 12], side)
+    model.set_attn_implementation("sdpa")
+    told = batch["attention_mask"]
+    places = (told.cumsum(1) - 1).clamp(min=0)
+    causal = torch.ones(18, 18, dtype=torch.bool).tril()
+    seen = causal & told[:, None, None, :].bool()
+    with record(model) as recorder:
+        cache, first = None, 0
+        for last in (7, 13, 14, 15, 18):
+            output = model(
+                input_ids=batch["input_ids"][:, first:last],
+                attention_mask=seen[:, :, first:last, :last],
+                position_ids=places[:, first:last],
+                use_cache=True,
+                **{CACHE: cache},
+            )
+            cache, first = output[CACHE], last
+    whole = profile_of(model, {**batch, "position_ids": places})
+    assert_same(whole, recorder.profile())
+    assert recorder.profile().data == whole.data
+
+
+def test_a_mask_below_the_diagonal_holds_no_padding():
+    """Nobody attends the last token, which is a real one."""
+    model = tiny_llama()
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril(-1)
+    mask[..., 0, 0] = True
+    profile = profile_of(model, {"input_ids": tiny_ids(1, 12), "attention_mask": mask})
+    assert profile.data["tokens"] == 12
+    assert profile.attention_logits.count == 2 * 4 * (66 + 1)
+
+
+class TestPacked:
+    """Several sequences in one row, told by their positions alone."""
+
+    PLACES = torch.arange(6).repeat(2)[None]
+
+    @pytest.mark.parametrize("context", CONTEXTS)
+    @pytest.mark.parametrize("attention", ATTENTION)
+    def test_is_refused(self, attention, context):
+        model = tiny_llama()
+        model.set_attn_implementation(attention)
+        together = torch.cat([torch.arange(12)[None], self.PLACES])
+        for places in (self.PLACES, together):
+            given = {"input_ids": tiny_ids(len(places), 12), "position_ids": places}
+            words = "position_ids that start anew pack several sequences into one.* row of its own"
+            with CONTEXTS[context](model), pytest.raises(RecordingError, match=words):
+                model(**given, use_cache=False)
+
+    def test_is_refused_with_a_ready_mask(self):
+        text = torch.arange(12) // 6
+        mask = (text == text[:, None]).tril()[None, None]
+        model = tiny_llama()
+        with record(model), pytest.raises(RecordingError, match="pack several sequences"):
+            model(input_ids=tiny_ids(1, 12), position_ids=self.PLACES, attention_mask=mask)
+
+    @pytest.mark.parametrize("attention", ATTENTION)
+    def test_other_positions_are_recorded(self, attention):
+        model = tiny_llama()
+        model.set_attn_implementation(attention)
+        batch = padded([12, 7], "left")
+        padding = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        for more, tokens in (
+            ({"position_ids": torch.arange(5, 17)[None]}, 24),  # an offset
+            ({"position_ids": self.PLACES, "use_cache": True}, 24),  # then the mask is whole
+            ({"position_ids": padding, "attention_mask": batch["attention_mask"]}, 19),
+        ):
+            profile = profile_of(
+                model, {"input_ids": batch["input_ids"], "use_cache": False} | more
+            )
+            assert profile.data["tokens"] == tokens
+            pairs = 2 * 78 if tokens == 24 else 78 + 28
+            assert profile.attention_logits.count == 2 * 4 * pairs
+
+
+def test_padding_of_an_encoder_is_not_that_of_the_decoder():
+    from transformers import BartConfig, BartForCausalLM
+
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=32, decoder_layers=2, decoder_ffn_dim=48,
+        decoder_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    model = build(BartForCausalLM, config)
+    kept = torch.tensor([[1] * 20, [0] * 20])
+    states = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    given = {"encoder_hidden_states": states, "encoder_attention_mask": kept}
+    profile = profile_of(model, {"input_ids": tiny_ids(2, 12), **given})
+    assert profile.data["tokens"] == profile.hidden_states.sites[0].count[0] // 32 == 24
+    counts = {site.name: site.count.tolist() for site in profile.attention_logits.sites}
+    assert counts["model.decoder.layers.0.self_attn"] == [2 * 78] * 4
+    assert counts["model.decoder.layers.0.encoder_attn (cross-attention)"] == [12 * 20] * 4

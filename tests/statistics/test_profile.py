@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantdiff import Profile, UsageError, record
+from quantdiff.analysis.frames import figure_data
 from quantdiff.statistics import SiteStatistics
 from quantdiff.statistics.activations import AttentionLogits
 from quantdiff.statistics.storage import to_json
@@ -83,6 +84,28 @@ class TestOnDisk:
         assert loaded.to_frame().equals(profile.to_frame())
         assert equal(profile, loaded)
 
+    def test_the_branches_of_a_layer_with_two_attentions(self, tmp_path):
+        model = two_widths()
+        with torch.no_grad(), record(model, layout="halves") as recorder:
+            model(torch.randn(2, 9, 16))
+        profile = recorder.profile()
+        profile.save(tmp_path)
+        for read in (profile, Profile.load(tmp_path)):
+            part = read.attention_logits
+            assert part.branches["0.wide"] == [1, 1, 2, 2]
+            assert part.branches["0.narrow"] == part.branches["1.narrow"] == [1, 2]
+            heads = read.to_frame().query("activation == 'attention_logits'")
+            assert heads["branch"].tolist() == [1, 1, 2, 2, 1, 2] * 2
+            drawn = figure_data(read, "magnitudes").query("activation == 'attention_logits'")
+            counts = drawn.groupby("branch")["count"].sum()
+            assert counts.to_dict() == {1: part.count // 2, 2: part.count // 2}
+            # Coordinates are the same for both attentions; each entry has its own branch.
+            expected = [item for site in part.sites for item in part.items(site)]
+            assert {item.branch for item in part.items(part.sites[1]) if item.head == 1} == {2}
+            assert {item.branch for item in part.items(part.sites[0]) if item.head == 1} == {1}
+            expected.sort(key=lambda item: -item.value)
+            assert [vars(item) for item in part.top(100)] == [vars(item) for item in expected[:100]]
+
     def test_missing_broken_and_newer_ones_are_refused(self, tmp_path, profile):
         with pytest.raises(UsageError, match=r"profile\.json is missing"):
             Profile.load(tmp_path)
@@ -109,7 +132,7 @@ class TestOnDisk:
 
 def test_where_nothing_was_seen_there_is_no_magnitude():
     empty = SiteStatistics.empty("site", 0, 2, full=True, rank=3, coordinates=5)
-    logits = AttentionLogits([empty], {0: [None, None]})
+    logits = AttentionLogits([empty], {"site": [None, None]})
     assert math.isnan(logits.absmax)
     assert math.isnan(logits.percentile(100))
 
