@@ -7,7 +7,7 @@ quantdiff's own `Heads`, and calls that a model makes of scaled_dot_product_atte
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,21 @@ from quantdiff.quantization.chosen import Schemes, chosen_heads
 from quantdiff.quantization.clipping import Clipping
 from quantdiff.quantization.familiar import check_familiar
 from quantdiff.quantization.grid import NoGridError
-from quantdiff.quantization.keys_values import Cached, newest_of, rounded_heads
+from quantdiff.quantization.keys_values import (
+    Cached,
+    kept_keys,
+    newest_of,
+    rounded_heads,
+    unknown_cache,
+)
 from quantdiff.quantization.logits import extremes, softmax_of
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.static import ends_of_heads
 from quantdiff.quantization.table import Table
 
 __all__ = ["AttentionSites"]
+
+_ATTENDED = " (attention)"  # behind a name in what a pass counts: a layer may have it too
 
 
 class AttentionSites:
@@ -55,6 +63,11 @@ class AttentionSites:
         schemes: of the sites `keys`, `attention_logits`, `attention_maps`, `values`.
         table: static ranges, or None.
         clipping: where clipped logits are counted, by site, or None.
+        beside: layers that schemes of other sites name, which need hold no attention: all schemes
+            together are for what such a layer has.
+
+    Raises:
+        QuantizationError: a scheme names another layer without attention.
     """
 
     def __init__(
@@ -65,10 +78,11 @@ class AttentionSites:
         schemes: Schemes,
         table: Table | None,
         clipping: dict[str, Clipping] | None,
+        beside: Collection[int] = (),
     ) -> None:
         self._model, self._found, self._runs, self._table = model, found, runs, table
         self._schemes = schemes
-        self._clipping = clipping
+        self._clipping, self._beside = clipping, beside
         self._handles: list[Any] = []
         self._checked: set[str] = set()
         self._forwards: list[Heads] = []
@@ -77,6 +91,8 @@ class AttentionSites:
         self._mixed = bool(found.bare or found.heads or not found.attention)
         self._bare = BareCalls(model, found, runs, self._bare_call, again=True)
         self._first = MeasuredFirst(self._apart(), runs, self._bare.watching)
+        if not self._mixed:
+            self._check_layers()
 
     def within(self) -> contextlib.AbstractContextManager[None]:
         """A context for each forward pass."""
@@ -145,7 +161,8 @@ class AttentionSites:
         """Refuse a pass in which an attention module did not run.
 
         Raises:
-            QuantizationError: names the first, or says that there is none.
+            QuantizationError: names the first, or says that there is none, or none in a layer that
+                a scheme names.
         """
         names = [name for name, _ in [*self._found.attention, *self._found.heads]]
         silent = [name for name in names if not now.fired[name] and not is_cross(name)]
@@ -159,6 +176,18 @@ class AttentionSites:
                 f"no attention was seen in {type(self._model).__name__}: it calls neither "
                 "transformers' attention dispatch nor scaled_dot_product_attention"
             )
+        if self._mixed:
+            self._check_layers(name for name in now.fired if name.endswith(_ATTENDED))
+
+    def _check_layers(self, ran: Iterable[str] = ()) -> None:
+        """Refuse layers that a scheme names and that hold no attention.
+
+        `ran`: names of those that have no module that is known before it runs, and attended.
+        """
+        known = [*self._found.attention, *self._found.heads]
+        names = [*(name for name, _ in known), *(name.partition(" ")[0] for name in ran)]
+        held = {layer_of(name, self._found.layers) for name in names}
+        self._schemes.check_held(held.union(self._beside), type(self._model).__name__)
 
     def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
         """Compute a call of transformers' dispatch."""
@@ -173,7 +202,10 @@ class AttentionSites:
         now = self._runs.current(name)
         now.fired[name] += 1
         if self._plain(name):
-            return real()
+            now.dispatching = True
+            output = real()
+            now.dispatching = False
+            return output
         now.dispatching = True
         logits = read_call(call, now, cross=cross)
         if name not in self._checked:
@@ -222,6 +254,7 @@ class AttentionSites:
                 "weights of both is not known at the first; use granularity head or row"
             )
         now.fired["scaled_dot_product_attention"] += 1
+        now.fired[name + _ATTENDED] += 1
         place = name if part is None else f"{name} (branch {part.branch})"
         if isinstance(call, FlashCall):
             if place not in self._checked:
@@ -249,7 +282,7 @@ class AttentionSites:
             call = HeadsCall(heads, (query, key, value, kept), {})
             keys, known = key.shape[2], now.batch.past + query.shape[2]
             if keys != known:
-                raise _unknown_cache(name, keys, known)
+                raise unknown_cache(name, keys, known)
             visible, _ = now.visible(call, lambda: read_heads(call))
             sources = heads.layout.key_heads(query.shape[1], key.shape[1])
             values = heads.layout.value_heads(query.shape[1], value.shape[1])
@@ -267,8 +300,8 @@ class AttentionSites:
 
     def _check_known(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
         """Once a module: nothing happens between its queries and its values that is not known."""
-        self._checked.add(name)
-        check_familiar(name, output, logits, value)
+        if check_familiar(name, output, logits, value):
+            self._checked.add(name)
 
     def _attend(
         self,
@@ -297,7 +330,7 @@ class AttentionSites:
 
         `numbers`: of the value heads in the order of the projection; None for all in that order.
         """
-        kept, key = self._kept(name, logits, now), logits.key
+        kept, key = kept_keys(logits, now.batch, name), logits.key
         keys, values = self._of("keys", name), self._of("values", name)
         key_ends, value_ends = (
             ends_of_heads(self._table, scheme, now, name, x, cross=logits.cross)
@@ -324,20 +357,6 @@ class AttentionSites:
     def _some_heads(self, site: str, name: str) -> bool:
         scheme = self._of(site, name)
         return scheme is not None and scheme.heads is not None
-
-    @staticmethod
-    def _kept(name: str, logits: Logits, now: Pass) -> Tensor | None:
-        """Which keys are real tokens, (B, M) bool; None where they are those of something else."""
-        if logits.cross:
-            return None
-        batch, count = now.batch, logits.key.shape[2]
-        kept = batch.kept[:, batch.key_offset(count) :]
-        known = kept.shape[1]
-        if known < count:  # a cache of a fixed size has room behind the tokens, which nothing sees
-            start, stop = logits.visible.start, logits.visible.stop
-            if bool(((stop > start) & (stop > known)).any()):
-                raise _unknown_cache(name, count, known)
-        return torch.nn.functional.pad(kept, (0, count - known))
 
     def _attended(
         self,
@@ -384,13 +403,6 @@ class AttentionSites:
         if not bool(torch.isfinite(out).all()):
             raise QuantizationError(f"NaN or infinity in the quantized attention of {name}")
         return out
-
-
-def _unknown_cache(name: str, keys: int, known: int) -> QuantizationError:
-    return QuantizationError(
-        f"{name} attends to {keys} keys where this forward pass knows of {known} tokens; a cache "
-        "is to reach the model's forward as a transformers Cache"
-    )
 
 
 def _refuse_checkpointing(name: str, *_: Any) -> None:

@@ -1,11 +1,11 @@
 """Which scheme holds where: by site, layer and head."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from quantdiff.errors import UsageError
+from quantdiff.errors import QuantizationError, UsageError
 from quantdiff.quantization.scheme import Scheme
 
 __all__ = ["Schemes", "chosen_heads"]
@@ -57,6 +57,24 @@ class Schemes:
                     raise UsageError(
                         f"layer {layer} of a scheme for {scheme.site}: the model has the layers 0 "
                         f"to {count - 1}"
+                    )
+
+    def check_held(self, held: Collection[int | None], model: str) -> None:
+        """Refuse layers that a scheme names and that hold no attention.
+
+        Args:
+            held: numbers of the layers that do.
+            model: name of its class.
+
+        Raises:
+            QuantizationError: names the first.
+        """
+        for scheme in self.all:
+            for layer in scheme.layers or ():
+                if layer not in held:
+                    raise QuantizationError(
+                        f"layer {layer} of a scheme for {scheme.site} holds no attention in "
+                        f"{model}: leave it out"
                     )
 
     def __bool__(self) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits, as_multiplied
 from quantdiff.quantization.attention import attend
+from quantdiff.quantization.seen import has_choice
 from quantdiff.quantization.softmax import Softmax
 
 __all__ = ["check_familiar"]
@@ -15,7 +16,7 @@ __all__ = ["check_familiar"]
 _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> None:
+def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> bool:
     """Refuse a module whose output is not that of the blocks without a grid.
 
     Args:
@@ -23,6 +24,9 @@ def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> Non
         output: its own, (B, N, H, w), or a tuple that begins with it.
         logits: of the call.
         value: (B, G, M, w).
+
+    Returns:
+        Whether that proves anything: where each query sees one key alone, logits do not matter.
 
     Raises:
         QuantizationError: something between q·kᵀ and the values is not known.
@@ -46,3 +50,4 @@ def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> Non
             f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
             "the values; something in between is not known to quantdiff"
         )
+    return has_choice(logits.visible, key.shape[2])

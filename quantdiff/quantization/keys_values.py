@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantdiff.errors import QuantizationError
 from quantdiff.hooks.logits import Logits
@@ -21,8 +22,9 @@ from quantdiff.quantization.chosen import chosen_heads
 from quantdiff.quantization.newest import Newest, first_exact
 from quantdiff.quantization.rounding import in_groups, rounded
 from quantdiff.quantization.scheme import Scheme
+from quantdiff.quantization.seen import attended
 
-__all__ = ["Cached", "newest_of", "rounded_heads"]
+__all__ = ["Cached", "kept_keys", "newest_of", "rounded_heads", "unknown_cache"]
 
 # Over which dimensions of (B, G, M, D) a range goes.
 _OVER = {"head": (2, 3), "token": (3,), "channel": (2,)}
@@ -53,6 +55,34 @@ class Cached:
         ]
         logits = dataclasses.replace(self.logits, key=of_keys(self.logits.key))
         return Cached(logits, of_values(self.value), *news)
+
+
+def kept_keys(logits: Logits, batch: Batch, name: str) -> Tensor:
+    """Which keys of a call are real tokens, (B, M) bool.
+
+    The padding of something else, as an encoder, is told by the mask alone: nothing may attend it.
+
+    Raises:
+        QuantizationError: there are more keys than the pass knows of.
+    """
+    count = logits.key.shape[2]
+    if logits.cross:
+        return attended(logits.visible, count)
+    kept = batch.kept[:, batch.key_offset(count) :]
+    known = kept.shape[1]
+    if known < count:  # a cache of a fixed size has room behind the tokens, which nothing sees
+        start, stop = logits.visible.start, logits.visible.stop
+        if bool(((stop > start) & (stop > known)).any()):
+            raise unknown_cache(name, count, known)
+    return pad(kept, (0, count - known))
+
+
+def unknown_cache(name: str, keys: int, known: int) -> QuantizationError:
+    """The refusal of keys that the pass under way does not know of."""
+    return QuantizationError(
+        f"{name} attends to {keys} keys where this forward pass knows of {known} tokens; a cache "
+        "is to reach the model's forward as a transformers Cache"
+    )
 
 
 def rounded_heads(

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from quantdiff.errors import QuantizationError
+from quantdiff.errors import QuantizationError, UsageError
 from quantdiff.hooks.entrance import padding_of
 
 __all__ = ["Layerwise", "real_of"]
@@ -57,7 +58,8 @@ class Layerwise:
         """Run the layer at hand, the first one at the start, over all batches.
 
         Raises:
-            QuantizationError: it does not run in a pass of the model.
+            QuantizationError: it does not run in a pass of the model, or not without the layers
+                before it.
         """
         for batch, before in zip(self._work, self._outputs, strict=True):
             self._output(batch, before)
@@ -87,7 +89,19 @@ class Layerwise:
         real = wanted.forward
 
         def last(*args: Any, **kwargs: Any) -> Any:
-            raise _Reached(real(*args, **kwargs))
+            try:
+                output = real(*args, **kwargs)
+            except (UsageError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                if not self._at:  # nothing stands in, so that the model itself fails
+                    raise
+                raise QuantizationError(
+                    f"layer {self._at} of {type(self._model).__name__} fails when the model is run "
+                    f"layer by layer ({type(error).__name__}), as where it needs keys that an "
+                    "earlier layer hands on; round the weights to nearest"
+                ) from error
+            raise _Reached(output)
 
         changed = [*self._layers[: self._at], wanted]
         own = [vars(layer).get("forward") for layer in changed]

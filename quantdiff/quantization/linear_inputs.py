@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quantdiff.errors import LeftAloneWarning, QuantizationError
 from quantdiff.hooks.found import Found
-from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.layers import is_cross, layer_of
 from quantdiff.hooks.linears import hooked, in_order, linear_modules
 from quantdiff.hooks.passes import Pass
 from quantdiff.hooks.runs import Runs
@@ -133,6 +133,11 @@ class LinearInputs:
             return rounded(x, (-1,), scheme, name)
         if scheme.static:
             return rounded(x, (-1,), scheme, name, self._kept(x, name), self._ends[name])
+        if is_cross(name):  # an encoder's tokens may be just as many
+            raise QuantizationError(
+                f"the inputs of {name} may be those of another sequence, whose padding is not "
+                "known, so that a range of each sequence cannot be told; use the granularity token"
+            )
         real = real_tokens(self._runs.current(name), "linear_inputs").to(x.device)  # (B, N)
         if x.shape[:-1] == real.shape:
             return rounded(x, (1, 2), scheme, name, real[..., None])

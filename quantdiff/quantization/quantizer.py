@@ -138,9 +138,11 @@ class FakeQuantizer:
         self._runs = _Runs(layers, within=self._within, check=self._check)
         attention = self.schemes.some(ATTENTION)
         if attention:
+            others = [scheme for scheme in self.schemes.all if scheme.site in PARTS]
             self._attention = AttentionSites(
                 model, self._found, self._runs, attention, table,
                 self.clipping if count_clipped else None,
+                {layer for scheme in others for layer in scheme.layers or ()},
             )  # fmt: skip
             self._parts.append(self._attention)
             self._runs.gives_weights = False

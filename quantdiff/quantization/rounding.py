@@ -89,6 +89,12 @@ def _check_seen(x: Tensor, least: Tensor, most: Tensor, scheme: Scheme, name: st
 
 def never_seen(scheme: Scheme, where: str) -> QuantizationError:
     """The refusal of values where a static range holds nothing but zero."""
+    if scheme.percentile is not None and scheme.percentile < 100:
+        return QuantizationError(
+            f"more than {scheme.percentile:g} % of the {scheme.site} of {where} were zeros in the "
+            "calibration, or it saw none, so that this percentile leaves no range: use a higher "
+            "percentile, or more text where the range absmax has none either"
+        )
     return QuantizationError(
         f"the calibration saw no {scheme.site} of {where} but zeros, so that there is no range for "
         "them: calibrate on more text"

@@ -55,7 +55,8 @@ class Scheme:
             neighbouring channels of a token, or inputs of an output. Left out, it is the first
             that the site and the range know: `tensor`, or of keys and values `token`, `head` where
             the range is static.
-        symmetric: whether the grid is; that of `attention_maps` begins at zero in either case.
+        symmetric: whether the grid is; False for `attention_maps` whatever is given, since their
+            grid begins at zero.
         layers: numbers of the layers that it is for, from 0; None for all.
         heads: numbers of the heads that it is for, from 0, in the order of the projection; None for
             all. Those of logits and maps are query heads, those of keys and values key-value heads.
@@ -85,6 +86,8 @@ class Scheme:
                 raise UsageError(f"the {name} of a scheme is a word, not {getattr(self, name)!r}")
         if self.bits not in BITS or type(self.bits) is not int:
             raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
+        if self.site == "attention_maps":  # the same thing is to have one name
+            object.__setattr__(self, "symmetric", False)
         self._check_granularity()
         self._check_numbers("layers")
         self._check_numbers("heads")

@@ -26,7 +26,7 @@ def check_table(table: Table, schemes: Schemes, found: Found) -> None:
     static = [scheme for scheme in schemes.all if scheme.static]
     sites = _attention_sites(found)
     if static and sites:
-        table.check_model(sites)
+        table.check_model(sites, found.modules)
     for name, (layer, _) in sites.items():
         for site in _CACHED:
             scheme = schemes.of(site, layer)
@@ -35,12 +35,16 @@ def check_table(table: Table, schemes: Schemes, found: Found) -> None:
 
 
 def _attention_sites(found: Found) -> dict[str, tuple[int, int]]:
-    """Layer and query heads of every site whose count a config or a module tells."""
+    """Layer and query heads of every site that the model is sure to have, where they are told.
+
+    A module tells them before its config, which may have one number for layers of several.
+    """
     sites = {}
     for name, module in [*found.attention, *found.heads]:
         if is_cross(name):
             continue
-        heads = getattr(found.modules[name], "query_heads", None)
+        own = found.modules[name]
+        heads = getattr(own, "query_heads", getattr(own, "num_heads", None))
         if heads is None:
             heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
         layer = layer_of(name, found.layers)

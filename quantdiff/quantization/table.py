@@ -1,5 +1,6 @@
 """Where static ranges come from."""
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -19,5 +20,8 @@ class Table(Protocol):
         `channel`; of linear inputs and hidden states (1,) each.
         """
 
-    def check_model(self, sites: dict[str, tuple[int, int]]) -> None:
-        """Refuse a model whose sites, by name with layer and heads, are others."""
+    def check_model(self, sites: dict[str, tuple[int, int]], modules: Collection[str]) -> None:
+        """Refuse a model whose sites, by name with layer and heads, are others.
+
+        `modules`: paths of all that the model has; some may attend that are not among its sites.
+        """

@@ -25,6 +25,7 @@ from quantdiff.quantization.logits import softmax_of
 from quantdiff.statistics import Visible
 from tests import reference
 from tests.hooks.test_differential import OWN, Small
+from tests.quantization.plain_sites import check, on_grids
 from tests.tiny import SETTINGS, build, tiny_diff_v2, tiny_diffllama, tiny_ids, tiny_llama
 
 SITE = "attention_logits"
@@ -41,7 +42,7 @@ class Fixed:
     def range(self, scheme, name):
         return self.least, self.most
 
-    def check_model(self, sites):
+    def check_model(self, sites, modules):
         pass
 
 
@@ -147,6 +148,30 @@ def test_static_ranges_clip(bits, symmetric):
     table = Fixed(np.float32([-3, -2, -1, -4]), np.float32([2, 2.5, 3, 1]))
     scheme = Scheme(SITE, bits, "absmax", "head", symmetric)
     assert compare(q, k, v, scheme, visible, seen, 0.25, table) > 0
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "row"])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 4.0])])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_soft_caps_biases_and_sinks(biased, softcap, sinks, granularity):
+    """A sink takes its share of each row, is not quantized and sets no range."""
+    q, k, v = case(7, 2, 4, 2, 21, 21, 16)
+    visible, seen = padded(2, 21, (0, 6))
+    bias = torch.randn(1, 4, 21, 21, generator=torch.Generator().manual_seed(1)) if biased else None
+    scheme = Scheme(SITE, 5, granularity=granularity, symmetric=not biased)
+    added = None if bias is None else lambda i, j: bias[:, :, i:j]
+    logits = Logits(q, k, 0.25, visible, softcap, added, sinks=sinks)
+    found = attend(q, k, v, softmax_of(logits, scheme, None, "here"), sinks)
+    x = reference.logits(q, k, 0.25)
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = x if bias is None else x + bias.double()
+    over = {"tensor": (1, 2, 3), "head": (2, 3), "row": (3,)}[granularity]
+    x, near = on_grids(x, over, seen, scheme, reach=1e-4)
+    exps = torch.where(seen, x.exp(), 0.0)
+    taken = 0.0 if sinks is None else sinks.double().exp()[:, None, None]
+    weights = (exps / (exps.sum(-1, keepdim=True) + taken)).nan_to_num()
+    check(found.double(), weights @ v.double().repeat_interleave(2, 1), near.any(-1, keepdim=True))
 
 
 @given(

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize
@@ -15,7 +22,7 @@ from quantdiff.quantization import gptq
 from quantdiff.quantization.gptq import gptq_rounded, gptq_weight
 from quantdiff.quantization.grid import Grid
 from tests.quantization.test_fake_quantize import MODELS, batch
-from tests.tiny import VOCABULARY, build
+from tests.tiny import SETTINGS, VOCABULARY, build, tiny_ids
 
 
 def correlated(width, tokens, seed=0):
@@ -304,6 +311,24 @@ def test_what_does_not_go():
     model.config.num_hidden_layers = 1
     refused(QuantizationError, "layer 1 of LlamaForCausalLM did not run", text, scheme)
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+def test_a_layer_that_needs_what_an_earlier_one_hands_it():
+    """As keys that several layers share: the earlier one does not run any more when it is due."""
+    sizes = SETTINGS | {"num_hidden_layers": 4, "head_dim": 8, "num_kv_shared_layers": 2}
+    config = Gemma4TextConfig(
+        **sizes, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=8,
+    )  # fmt: skip
+    model, scheme = build(Gemma4ForCausalLM, config), Scheme("weights", 4, granularity="channel")
+    before = [p.detach().clone() for p in model.parameters()]
+    words = r"layer 2 of Gemma4ForCausalLM fails when .* layer by layer \(KeyError\)"
+    refused = pytest.raises(QuantizationError, match=words)
+    with refused as error, gptq_rounded(model, [{"input_ids": tiny_ids()}], scheme):
+        pass
+    assert isinstance(error.value.__cause__, KeyError)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 class Experts(nn.Module):

@@ -8,17 +8,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize
-from quantdiff.attention import layout
+from quantdiff.attention import MultiheadAttention, layout
 from quantdiff.errors import LeftAloneWarning
 from tests import reference
+from tests.hooks.test_differential import LayerOf
+from tests.hooks.test_recorder import CACHE
 from tests.quantization.plain_sites import in_cache
 from tests.quantization.test_fake_quantize import MODELS, SITE, Fixed, batch
 from tests.quantization.test_gptq import tiny_opt, with_experts
 from tests.standins import CAUSAL, IDS, C, D, DiffAttention, MotifAttention, make
-from tests.tiny import SETTINGS, VOCABULARY, build
+from tests.tiny import SETTINGS, VOCABULARY, build, tiny_ids, tiny_llama
 
 
 def gpt2(**options):
@@ -103,6 +113,71 @@ def test_layers_that_do_not_go():
         fake_quantize(model, Scheme(SITE, 4), Scheme(SITE, 8, layers=(1,)))
     with pytest.raises(UsageError, match=r"layer 2 of a scheme for keys: .* layers 0 to 1"):
         fake_quantize(model, Scheme("keys", 4, layers=(0, 2)))
+
+
+ATTENDING = [
+    Scheme(SITE, 3), Scheme("keys", 3), Scheme("values", 3),
+    Scheme("attention_maps", 3, granularity="head"), Scheme(SITE, 3, heads=(1,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ATTENDING, ids=str)
+def test_layers_without_attention(scheme):
+    """Else they would be named in a result and not be quantized."""
+    config = Lfm2Config(**SETTINGS, layer_types=["conv", "full_attention"])
+    mixed = build(Lfm2ForCausalLM, config)
+    bare = make(lambda i: MotifAttention(i) if i else None, model_type="Motif")
+    for model, ids in ((mixed, tiny_ids()), (bare, IDS)):
+        words = rf"layer 0 of a scheme for {scheme.site} .* {type(model).__name__}: leave it out"
+        for layers in ((0,), (0, 1)):
+            with torch.no_grad(), pytest.raises(QuantizationError, match=words):  # noqa: SIM117
+                with fake_quantize(model, of_layers(scheme, layers), Scheme("hidden_states", 8)):
+                    model(ids)
+        together = of_layers(scheme, (0,)), Scheme("weights", 4, layers=(0,))
+        outs = []
+        for schemes in (together, together[1:]):  # all that a layer has
+            with torch.no_grad(), fake_quantize(model, *schemes):
+                outs.append(model(ids))
+        assert torch.equal(*(getattr(out, "logits", out) for out in outs))
+        if scheme.heads is None or model is mixed:
+            outs = []
+            for layers in ((1,), None):
+                with torch.no_grad(), fake_quantize(model, of_layers(scheme, layers)):
+                    outs.append(model(ids))
+            first, second = (getattr(out, "logits", out) for out in outs)
+            assert torch.equal(first, second)
+
+
+class Own(nn.Module):
+    """quantdiff's attention as the attention of a Llama."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = MultiheadAttention(32, 0, 4, 2, rotary="half", backend="sdpa")
+
+    def forward(self, hidden_states, position_embeddings, **given):
+        table = tuple(x[..., : self.inner.head_dim // 2] for x in position_embeddings)
+        cache = given.get(CACHE)
+        own = None if cache is None else LayerOf(cache, 1)
+        return self.inner(hidden_states, table, cache=own), None
+
+
+def test_layers_that_are_left_alone_beside_attention_of_another_kind():
+    """A pass that goes on with a cache: the dispatch's own layers are none of the bare calls."""
+    torch.manual_seed(0)
+    model, ids = tiny_llama(), tiny_ids(2, 9)
+    model.model.layers[1].self_attn = Own()
+    cache = DynamicCache()
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        with fake_quantize(model, Scheme(SITE, 3, granularity="row", layers=(1,))):
+            whole = model(input_ids=ids).logits
+            parts = [
+                model(input_ids=part, use_cache=True, **{CACHE: cache}).logits
+                for part in (ids[:, :8], ids[:, 8:])
+            ]
+    assert (torch.cat(parts, 1) - whole).abs().max() < 1e-4
+    assert (plain - whole).abs().max() > 1e-2
 
 
 def test_maps_of_their_own_in_some_layers():

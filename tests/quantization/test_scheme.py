@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantdiff import Scheme, UsageError
-from quantdiff.quantization import Grid
+from quantdiff.analysis.sweep.grid import make_grid
+from quantdiff.quantization import Grid, schemes
+from quantdiff.quantization.definitions import DEFINITIONS
 
 LOGITS = "attention_logits"
 
@@ -55,6 +57,16 @@ def test_defaults_and_what_follows_from_them():
     assert Scheme(LOGITS, 4, "percentile:99.5").percentile == 99.5
     assert Scheme(LOGITS, 4, "percentile:99.5").observer == "percentile"
     assert not Scheme(LOGITS, 16).quantizes
+
+
+def test_attention_maps_have_one_grid():
+    """It begins at zero whatever is asked for, so that the same thing has one name."""
+    one = Scheme("attention_maps", 4)
+    assert one == Scheme("attention_maps", 4, symmetric=False) == schemes("P4")[0]
+    assert one == Scheme("attention_maps", 4, symmetric=True)
+    grid = make_grid(bits=(4, 8), sites=("attention_maps",), symmetric=(True, False))
+    assert grid.schemes == (one, Scheme("attention_maps", 8))
+    assert "attention maps: integers 0 … 2^b−1" in DEFINITIONS["grid"]
 
 
 @given(

@@ -1,12 +1,24 @@
 """Quantization with ranges from a calibration."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    InklingForCausalLM,
+    InklingTextConfig,
+    LagunaConfig,
+    LagunaForCausalLM,
+)
 
 from quantdiff import CalibrationTable, Scheme, UsageError, calibrate, fake_quantize
 from quantdiff.quantization import attending
+from tests.hooks.test_differential import OWN
+from tests.hooks.test_families import llama_with
 from tests.quantization.test_fake_quantize import MODELS, SITE, batch
+from tests.standins import MotifAttention
+from tests.tiny import SETTINGS, build, tiny_ids, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +54,66 @@ def test_ranges_reach_the_logits(monkeypatch, tables, name, observer, granularit
         assert len(set(steps.tolist())) == (1 if granularity == "tensor" else len(steps))
 
 
-def test_a_static_absmax_is_the_dynamic_range_of_the_same_text():
-    """One sequence calibrated and quantized: the tensor range is the same."""
-    model = MODELS["diff_v2"]()
+@pytest.mark.parametrize("name", [*OWN, "halves"])
+def test_a_static_absmax_is_the_dynamic_range_of_the_same_text(module_case, name):
+    """One sequence calibrated and quantized: the tensor range is the same, to the bit."""
+    model, _, caught = module_case(name)
     given = {name: value[:1] for name, value in batch().items()}
-    table = calibrate(model, [given])
+    table, outs = calibrate(model, [given]), []
     with torch.no_grad():
-        with fake_quantize(model, Scheme(SITE, 5, "absmax"), table=table):
-            static = model(**given).logits
-        with fake_quantize(model, Scheme(SITE, 5)):
-            dynamic = model(**given).logits
-    # The first layer is alike to the bit; later ones see what quantization made of it.
-    assert (static - dynamic).abs().median() < 0.2 * dynamic.abs().median()
+        model(**given)
+        plain = caught["out"]
+        for range_ in ("absmax", "dynamic"):
+            with fake_quantize(model, Scheme(SITE, 5, range_), table=table):
+                model(**given)
+            outs.append(caught["out"])
+    assert torch.equal(*outs)
+    assert not torch.equal(plain, outs[0])
+
+
+def attends_by_itself():
+    """Its second layer makes calls of its own, of which nobody tells what belongs together."""
+    return llama_with(MotifAttention(0))
+
+
+def heads_by_layer():
+    config = LagunaConfig(
+        **SETTINGS, head_dim=8, num_attention_heads_per_layer=[4, 2], gating=False,
+        mlp_layer_types=["dense"] * 2,
+    )  # fmt: skip
+    return build(LagunaForCausalLM, config)
+
+
+def heads_by_kind():
+    config = InklingTextConfig(
+        **SETTINGS, head_dim=8, swa_num_attention_heads=2, swa_num_key_value_heads=1,
+        swa_head_dim=8, layer_types=["hybrid", "hybrid_sliding"], d_rel=4, rel_extent=16,
+        mlp_layer_types=["dense"] * 2,
+    )  # fmt: skip
+    return build(InklingForCausalLM, config)
+
+
+@pytest.mark.filterwarnings("ignore::quantdiff.errors.UnknownLayoutWarning")
+@pytest.mark.parametrize("make", [attends_by_itself, heads_by_layer, heads_by_kind])
+def test_models_whose_config_does_not_tell_all_heads(make):
+    """The table of one sequence has the dynamic ranges of a layer whose inputs are as they were."""
+    model, given = make(), {"input_ids": tiny_ids(1, 12)}
+    table = calibrate(model, [given], sites=("keys", "values"))
+    schemes = Scheme(SITE, 5, "absmax", "head"), Scheme("keys", 4, "absmax", "head")
+    with torch.no_grad():
+        plain = model(**given).logits
+        for scheme in schemes:
+            static = replace(scheme, layers=(1,))
+            outs = []
+            for one in (static, replace(static, range="dynamic")):
+                with fake_quantize(model, one, table=table):
+                    outs.append(model(**given).logits)
+            assert (outs[0] - outs[1]).abs().max() < 1e-5 * plain.abs().max()
+            assert (plain - outs[0]).abs().max() > 1e-3 * plain.abs().max()
+        with fake_quantize(model, *schemes, table=table):
+            assert torch.isfinite(model(**given).logits).all()
+    with pytest.raises(UsageError, match="of another model"):
+        fake_quantize(tiny_llama(), schemes[0], table=table)
 
 
 def test_a_table_survives_the_disk(tables, tmp_path):
@@ -67,8 +127,6 @@ def test_a_table_survives_the_disk(tables, tmp_path):
 
 
 def test_the_table_of_another_model_is_refused(tables):
-    from tests.tiny import tiny_llama
-
     model = MODELS["llama"]()
     for other in (tiny_llama(num_hidden_layers=3), tiny_llama(num_attention_heads=4)):
         table = calibrate(other, [batch()])

@@ -17,12 +17,15 @@ from quantdiff import (
     fake_quantize,
 )
 from quantdiff.calibration.observers import Observed, observe
+from quantdiff.hooks.logits import Logits
 from quantdiff.quantization import rounding
+from quantdiff.quantization.logits import softmax_of
+from quantdiff.statistics import Visible
 from tests.hooks.test_differential import OWN, Small
 from tests.hooks.test_recorder import padded
 from tests.hooks.test_sites import CACHE, EVERY, MODELS, Seen, steps
 from tests.quantization.plain_sites import arranged, maps_and_values
-from tests.quantization.test_fake_quantize import grid_of
+from tests.quantization.test_fake_quantize import Fixed, grid_of
 from tests.standins import IDS, Grouped, MotifAttention, make
 from tests.tiny import tiny_ids, tiny_llama
 
@@ -420,3 +423,30 @@ class TestRangesOfZeros:
         if scheme.granularity == "head":
             with fake_quantize(model, dataclasses.replace(scheme, heads=(0,)), table=table):
                 model(tiny_ids())
+
+    def test_a_percentile_below_which_all_are_zeros(self):
+        """More text would not help, as where a ReLU leaves little."""
+        model = tiny_llama()
+        for layer in model.model.layers:
+            layer.mlp.act_fn = nn.Threshold(1.0, 0.0)
+        table = calibrate(model, texts(), sites=("linear_inputs",))
+        for symmetric in (True, False):
+            scheme = Scheme("linear_inputs", 8, "percentile:50", symmetric=symmetric)
+            words = r"more than 50 % of the linear_inputs of \S+down_proj were .* higher percentile"
+            with (
+                fake_quantize(model, scheme, table=table),
+                pytest.raises(QuantizationError, match=words),
+            ):
+                model(tiny_ids())
+        for range_ in ("percentile:100", "absmax"):
+            with fake_quantize(model, Scheme("linear_inputs", 8, range_), table=table):
+                model(tiny_ids())
+
+    def test_a_percentile_of_logits(self):
+        q, ends = torch.randn(1, 2, 5, 8), np.zeros(2, np.float32)
+        logits = Logits(q, q, 1.0, Visible.causal(1, 5, 5))
+        words = r"more than 99\.9 % of the attention_logits of a head of here .* higher percentile"
+        with pytest.raises(QuantizationError, match=words):
+            softmax_of(
+                logits, Scheme("attention_logits", 8, "percentile"), Fixed(ends, ends), "here"
+            )
