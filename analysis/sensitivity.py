@@ -146,7 +146,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bits of every layer.
+    """Bits of every layer that was tried; the others stay as they are, and no average counts them.
 
     Attributes:
         template: the schemes that are used together.
@@ -209,7 +209,7 @@ def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
 
     Args:
         sensitivity: costs of every layer alone.
-        budget: bits of the average layer at most.
+        budget: bits at most of the average layer among these.
 
     Returns:
         The curve: the best allocation of each total number of bits that is better than all with

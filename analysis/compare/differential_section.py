@@ -26,9 +26,10 @@ _MAPS = (
 )
 _NOISE = (
     "Signal to quantization noise of each layer's own rounding, given the queries and keys that it "
-    "meets, in dB, mean over layers; branches 1 and 2 are the maps before the subtraction. "
-    "Cancellation is the difference's noise over that of independent errors of its maps: below 1 "
-    "the subtraction cancels errors. Hidden: of the layers' outputs, all that came before included"
+    "meets, in dB, mean over layers, where keys are not quantized too; branches 1 and 2 are the "
+    "maps before the subtraction. Cancellation is the difference's noise over that of independent "
+    "errors of its maps: below 1 the subtraction cancels errors. Hidden: of the layers' outputs, "
+    "all that came before included"
 )
 
 

@@ -1,7 +1,7 @@
 """Sweeps side by side: evaluations on the same data as if one sweep had made them."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from quantdiff.analysis.compare.alike import Fact, Facts, Group, apart, groups
 from quantdiff.analysis.compare.recorded import fingerprint
 from quantdiff.analysis.compare.runs import Names, Run, SweepRun, place_of
 from quantdiff.analysis.sweep.identity import deciding_versions
-from quantdiff.analysis.sweep.lines import Measure, of_some
+from quantdiff.analysis.sweep.lines import evaluation_labels, of_some
 from quantdiff.analysis.sweep.loaded import SweepResults
 from quantdiff.analysis.sweep.results import Row
 from quantdiff.analysis.text import literal
@@ -27,12 +27,13 @@ _CALIBRATED = {"calibration": "Static ranges", "remedies": "Remedies"}
 
 @dataclass(frozen=True, eq=False)
 class _Evaluated:
-    """One evaluation of one model in one sweep."""
+    """One evaluation of one model in one sweep; `source` is as in `Measured`."""
 
     run: SweepRun
     model: str
     label: str
     evaluation: str
+    source: str
 
     @property
     def about(self) -> dict[str, Any]:
@@ -45,11 +46,6 @@ class _Evaluated:
         """What it says of the evaluation: source, data, settings."""
         told: dict[str, Any] = self.about["evaluations"][self.evaluation]
         return told
-
-    @property
-    def source(self) -> str:
-        """The evaluation without the folders of its file."""
-        return Measure(self.evaluation, "").source
 
     @property
     def rows(self) -> list[Row]:
@@ -86,7 +82,7 @@ class Measured:
 
     Attributes:
         evaluation: its name in the first sweep.
-        source: its name without the folders of its file.
+        source: its name with the shortest end of its file's path that tells it from the others.
         data: `source`, `data` (the fingerprint) and `settings`, as in `sweep.json`.
         dtype: of the models.
         results: as of one sweep, whose models are all labels of the comparison.
@@ -113,10 +109,10 @@ def measured_groups(runs: Sequence[Run], names: Names) -> tuple[list[Measured], 
         names: of their models.
 
     Returns:
-        The evaluations in the order of their first, and a sentence for each that has the name of
-        another, but other data, settings, dtype, device, attention or versions.
+        The evaluations in the order of their first, and a sentence for each that is called like
+        another, but has other data, settings, dtype, device, attention or versions.
     """
-    found = groups(list(_evaluated(runs, names)), _facts)
+    found = groups(_evaluated(runs, names), _facts)
     by_name: dict[str, list[Group[_Evaluated]]] = {}
     for group in found:
         by_name.setdefault(group.members[0].source, []).append(group)
@@ -155,12 +151,21 @@ def data_of(measured: Measured) -> str:
     return f"{told} (data {fingerprint(measured.data['data'])}); models in {measured.dtype}."
 
 
-def _evaluated(runs: Sequence[Run], names: Names) -> Iterator[_Evaluated]:
-    for run in runs:
-        if isinstance(run, SweepRun):
-            for model, about in run.results.record["models"].items():
-                for evaluation in about["evaluations"]:
-                    yield _Evaluated(run, model, names.of(run, model), evaluation)
+def _evaluated(runs: Sequence[Run], names: Names) -> list[_Evaluated]:
+    every = [
+        (run, model, evaluation, (*evaluation_labels([evaluation]).values(), data["data"]))
+        for run in runs
+        if isinstance(run, SweepRun)
+        for model, about in run.results.record["models"].items()
+        for evaluation, data in about["evaluations"].items()
+    ]
+    # A file of the same name with the same content is one evaluation, wherever it lay.
+    first = {content: evaluation for _, _, evaluation, content in reversed(every)}
+    labels = evaluation_labels(first.values())
+    return [
+        _Evaluated(run, model, names.of(run, model), evaluation, labels[first[content]])
+        for run, model, evaluation, content in every
+    ]
 
 
 def _facts(one: _Evaluated) -> Facts:
@@ -188,7 +193,7 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
     first = group.members[0]
     rows: list[Row] = []
     folders: dict[tuple[str, str], Path] = {}
-    owners: dict[tuple[str, str], SweepRun] = {}
+    owners: dict[tuple[str, str], tuple[SweepRun, str]] = {}
     calibrations: dict[tuple[str, str], dict[str, str | None]] = {}  # of each line of a figure
     texts: dict[str, dict[str, dict[str | None, None]]] = {entry: {} for entry in _CALIBRATED}
     models: dict[str, Any] = {
@@ -214,10 +219,13 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
             cell = one.label, row["cell"]
             if cell in folders and folders[cell] != one.run.folder:
                 continue  # the very same, in another folder
+            owner, first_cell = owners.get(place, (one.run, row["cell"]))
+            if owner is one.run and first_cell != row["cell"]:
+                continue  # its file was named in another way
             known = one.calibrations(row)
             if (
                 calibrations.setdefault((one.label, _way(row, bits=False)), known) != known
-                or owners.setdefault(place, one.run) is not one.run
+                or owners.setdefault(place, (one.run, row["cell"]))[0] is not one.run
             ):
                 twice += 1
                 continue
@@ -246,7 +254,9 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
         source=first.source,
         data=first.data,
         dtype=str(first.about["dtype"]),
-        results=SweepResults(first.run.folder, record, rows),
+        results=SweepResults(
+            first.run.folder, record, rows, labels={first.evaluation: first.source}
+        ),
         folders=folders,
         labels=tuple(dict.fromkeys(one.label for one in group.members)),
         warnings=tuple(dict.fromkeys(sentences)),

@@ -14,10 +14,12 @@ from quantdiff.analysis.compare.runs import (
     SweepRun,
 )
 from quantdiff.analysis.sweep.loaded import SweepResults
+from quantdiff.analysis.sweep.sensitivities import schemes_of
 from quantdiff.analysis.text import literal
 from quantdiff.calibration.table import CalibrationTable
 from quantdiff.errors import UsageError
 from quantdiff.export.sidecar import VERIFICATION, read_sidecar
+from quantdiff.quantization.remedy import NONE, remedy
 from quantdiff.statistics.profile import Profile
 
 __all__ = ["Found", "Source", "find_runs", "markers"]
@@ -154,6 +156,12 @@ def _sweep(folder: Path) -> Iterator[Run]:
                 f"{folder} holds a broken sweep: a line of cell {row['cell']} lacks "
                 f"{', '.join(sorted(missing)) or 'its model in sweep.json'}"
             )
+        try:
+            schemes_of(row), remedy(row["options"].get("remedy", NONE.name))
+        except UsageError as error:
+            raise UsageError(
+                f"{folder} holds a sweep that this version cannot read ({error}); upgrade quantdiff"
+            ) from None
     for about in results.record["models"].values():
         about["fingerprint"], about["evaluations"].items(), about["calibration"]
         about["dtype"], about["device"], about["attention"]

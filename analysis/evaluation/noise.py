@@ -44,7 +44,8 @@ class Noise(Evaluation):
 
     - `snr_logits`, `snr_softmax` of standard heads, or `snr_branch_1`, `snr_branch_2` and
       `snr_difference` of differential ones: of each layer's own rounding, given the queries and
-      keys that it meets (`quantdiff.quantization.noise`); only where logits are quantized.
+      keys that it meets (`quantdiff.quantization.noise`), of all attention modules of a layer
+      together; only where logits are quantized and keys are not.
     - `cancellation`: the difference's noise over that of independent errors of its two maps
       (noise 1 + λ²·noise 2); below 1 the subtraction cancels errors, above 1 it adds them up.
     - `snr_hidden`: of the layers' outputs beside those of the unquantized model, so that it holds
@@ -104,7 +105,9 @@ class Noise(Evaluation):
         recorder: Any = contextlib.nullcontext()
         if isinstance(quantizer, FakeQuantizer):
             scheme = quantizer.schemes.of("attention_logits")
-            if scheme is not None and scheme.layers is scheme.heads is None:
+            # A recording sees keys before they are rounded, whose logits are not those quantized.
+            plain_keys = quantizer.schemes.of("keys") is None
+            if scheme is not None and scheme.layers is scheme.heads is None and plain_keys:
                 recorder = NoiseRecorder(self.forward.model, scheme, quantizer.table)
         energies = np.zeros((2, len(self._layers)))
         with evaluating(self.forward.model), quantizer, recorder:
@@ -155,19 +158,30 @@ def _caught(layers: list[Any]) -> Iterator[list[Tensor]]:
 
 
 def _by_layer(sites: list[Energies], layers: int) -> dict[str, NDArray[np.float64]]:
-    items: dict[str, NDArray[np.float64]] = {}
-    for kind in _KINDS:
-        found = [site for site in sites if kind in site.noise]
-        if found:
-            values = items.setdefault(f"snr_{kind.replace(' ', '_')}", np.full(layers, np.nan))
-            for site in found:
-                values[site.layer] = _decibels(site.signal[kind].sum(), site.noise[kind].sum())
-    shares = [(site.layer, site.cancellation) for site in sites if site.independent is not None]
-    if any(share is not None for _, share in shares):
-        values = items.setdefault("cancellation", np.full(layers, np.nan))
-        for layer, share in shares:
-            values[layer] = np.nan if share is None else share
-    return items
+    """Ratios of the energies of all attention modules of a layer together."""
+    energies: dict[str, dict[int, Any]] = {}  # kind -> layer -> what is divided, and by what
+    for site in sites:
+        of_site = {kind: (site.signal[kind], site.noise[kind]) for kind in site.noise}
+        if site.independent is not None:
+            of_site["cancellation"] = site.noise["difference"], site.independent
+        for kind, both in of_site.items():
+            of_kind = energies.setdefault(kind, {})
+            more = np.array([part.sum() for part in both])
+            of_kind[site.layer] = of_kind.get(site.layer, 0.0) + more
+    ratios = {
+        f"snr_{kind.replace(' ', '_')}": {
+            layer: _decibels(signal, noise) for layer, (signal, noise) in energies[kind].items()
+        }
+        for kind in _KINDS
+        if kind in energies
+    }
+    shares = energies.get("cancellation", {}).items()
+    ratios["cancellation"] = {layer: noise / alone for layer, (noise, alone) in shares if alone}
+    return {
+        name: np.array([of_layers.get(layer, np.nan) for layer in range(layers)])
+        for name, of_layers in ratios.items()
+        if of_layers
+    }
 
 
 def _decibels(signal: float, noise: float) -> float:
@@ -188,6 +202,6 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> N
         windows=windows,
         name=name,
         data=windows.fingerprint,
-        settings={"version": 1, "unit": "dB", "most": MOST} | window_settings(windows),
+        settings={"version": 2, "unit": "dB", "most": MOST} | window_settings(windows),
         total=windows.tokens,
     )

@@ -1,13 +1,16 @@
 """Tasks of lm-evaluation-harness: found, loaded and fingerprinted."""
 
+import functools
 import hashlib
+import inspect
 import json
 import logging
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -146,9 +149,24 @@ def task_fingerprint(tasks: dict[str, Any], limit: int | None) -> tuple[str, int
                 f"lm-eval cannot ask the questions of {name} ({type(error).__name__}: "
                 f"{first_line(error)}): check the task"
             ) from error
-        config = {k: v for k, v in task.dump_config().items() if k not in _PLACES}
+        # lm-eval's own dump writes the functions that stand deeper with their addresses.
+        config = task.config.to_dict(keep_callable=True)
+        config = {k: v for k, v in config.items() if k not in _PLACES}
         asked = [instance.arguments for instance in task.instances]
         for part in (name, config, docs, asked):
-            digest.update(json.dumps(part, sort_keys=True, default=str).encode() + b"\n")
+            digest.update(json.dumps(part, sort_keys=True, default=_told).encode() + b"\n")
         count += len(docs)
     return digest.hexdigest(), count
+
+
+def _told(value: Any) -> Any:
+    """What JSON does not know, in words that are the same in every process."""
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if callable(value):
+        with suppress(TypeError, OSError):  # compiled, or an object
+            return inspect.getsource(value)
+    elif not re.search(r" at 0x[0-9a-fA-F]+", text := str(value)):
+        return text
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(kind, '__module__', None)}.{kind.__qualname__}"

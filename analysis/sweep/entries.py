@@ -9,7 +9,10 @@ from torch import nn
 
 from quantdiff.analysis.sweep.grid import Together, cells_of, short_name
 from quantdiff.errors import UsageError
+from quantdiff.hooks.dispatch import attends_itself
 from quantdiff.hooks.found import Found
+from quantdiff.hooks.layers import layer_of
+from quantdiff.hooks.linears import linear_modules
 from quantdiff.quantization.remedy import NONE, Remedy
 from quantdiff.quantization.scheme import Scheme
 
@@ -24,6 +27,7 @@ _HEADS = {
     "keys": "num_key_value_heads",
     "values": "num_key_value_heads",
 }
+_LINEAR = ("linear_inputs", "weights")
 
 
 class Entry(NamedTuple):
@@ -103,6 +107,9 @@ def check_each(entries: Sequence[Entry], each: str) -> None:
 def each_one(entries: Sequence[Entry], model: nn.Module, each: str) -> tuple[Entry, ...]:
     """The model as it is, and every entry for one layer, or one head of a layer, at a time.
 
+    Layers that hold none of an entry's sites, as those without attention have no keys, are left
+    out: whatever the bits, they would cost nothing.
+
     Args:
         entries: as `check_each` lets them pass.
         model: whose layers and heads they are.
@@ -111,20 +118,39 @@ def each_one(entries: Sequence[Entry], model: nn.Module, each: str) -> tuple[Ent
     Raises:
         UsageError: the model does not tell how many heads it has.
     """
-    layers = len(Found(model, None).layers)
+    modules = Found(model, None)
     found = [Entry(())]
     for entry in entries:
-        for layer in range(layers if entry.schemes else 0):
-            for heads in _heads(entry.schemes, model) if each == "head" else [None]:
+        for layer in _layers(entry.schemes, modules) if entry.schemes else []:
+            for heads in _heads(entry.schemes, model, layer) if each == "head" else [None]:
                 own = tuple(replace(s, layers=(layer,), heads=heads) for s in entry.schemes)
                 found.append(entry._replace(schemes=own))
     return tuple(found)
 
 
-def _heads(schemes: Together, model: nn.Module) -> Iterator[tuple[int, ...]]:
+def _layers(schemes: Together, found: Found) -> Sequence[int]:
+    """The layers that hold a site of some schemes; all where nothing is known of any layer."""
+    every = range(len(found.layers))
+    sites = {scheme.site for scheme in schemes}
+    if not sites <= {*_HEADS, *_LINEAR}:
+        return every
+    names: list[str] = []
+    if sites & set(_HEADS):
+        known = [name for name, _ in [*found.attention, *found.heads]] + found.bare
+        names += known or [n for n, module in found.modules.items() if attends_itself(type(module))]
+    if sites & set(_LINEAR):
+        names += linear_modules(found)
+    holding = {layer_of(name, found.layers) for name in names}
+    # Where a model attends may be seen only while it runs.
+    return [layer for layer in every if layer in holding] or every
+
+
+def _heads(schemes: Together, model: nn.Module, layer: int) -> Iterator[tuple[int, ...]]:
     name = _HEADS[schemes[0].site]
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "is_heterogeneous", False):  # refuses what each layer has of its own
+        config = config.per_layer_config[layer]
     count = getattr(config, name, None) or getattr(config, "num_attention_heads", None)
     if not isinstance(count, int):
         raise UsageError(

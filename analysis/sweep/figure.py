@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +15,6 @@ from quantdiff.analysis.style import (
     Page,
     legend_below,
     model_colors,
-    save_page,
     set_title,
     style,
 )
@@ -24,19 +22,16 @@ from quantdiff.analysis.sweep.lines import (
     NO_WAY,
     WAYS,
     Line,
-    lines,
     measures,
     model_labels,
     same_in,
     way_label,
 )
 from quantdiff.analysis.sweep.loaded import SweepResults
-from quantdiff.analysis.sweep.panels import Panel, panels, sweep_figure_data
-from quantdiff.analysis.text import literal, shorten, shorten_apart, slug
-from quantdiff.files import write_bytes
-from quantdiff.quantization.scheme import SITES
+from quantdiff.analysis.sweep.panels import Panel, panels
+from quantdiff.analysis.text import literal, shorten_apart
 
-__all__ = ["has_accuracy", "plot_sweep", "save_sweep_figures"]
+__all__ = ["has_accuracy", "plot_sweep"]
 
 Axes: TypeAlias = Any  # of matplotlib, which has no types here
 
@@ -100,7 +95,7 @@ def plot_sweep(
         looks = _looks(results, kind, [name for name, _ in panel.curves], called)
         with style():
             lacking = _wrapped(_left_out(panel, called), ax.bbox.width / ax.figure.dpi)
-            _draw(ax, panel, looks, _scale(ax, [panel]), lacking, published=published)
+            _draw(ax, panel, [panel], looks, _scale(ax, [panel]), lacking, published=published)
             for text in ax.legend().get_texts():
                 text.set_parse_math(False)
         return ax
@@ -130,56 +125,14 @@ def plot_sweep(
         for place, panel in drawn:
             shared = [p for _, p in drawn if kind == "ranges" and p.measure == panel.measure]
             logarithmic = _scale(place, shared or [panel])
-            _draw(place, panel, looks, logarithmic, under[id(panel)], published=published)
+            _draw(
+                place, panel, [p for _, p in drawn], looks, logarithmic, under[id(panel)],
+                published=published,
+            )  # fmt: skip
         if kind == "ranges":
             _share(drawn)
         _legend(page, drawn, looks)
         return page
-
-
-def save_sweep_figures(
-    results: SweepResults, folder: str | Path, *, published: bool = False
-) -> list[Path]:
-    """Write the figures of a sweep as PNG and SVG, and their numbers as CSV.
-
-    There is "bits" for every site, "sites" for a model with several sites, and "ranges" for a model
-    and site with several ways; the files are named after model and site where there are several.
-
-    Returns:
-        The files; none where no cell has succeeded.
-    """
-    found = measures(results)
-    if not found:
-        return []
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    every = [line for measure in found for line in lines(results, measure)]
-    # Schemes together have one point each, which "sites" shows side by side.
-    seen = dict.fromkeys(line.way[0] for line in every)
-    sites = [site for site in seen if site is not None and site in SITES]
-    figures: list[tuple[str, dict[str, Any]]] = []
-    if not sites:
-        figures.append(("bits", {"kind": "bits"}))
-    for site in sites:
-        name = f"bits-{site}" if len(sites) > 1 else "bits"
-        figures.append((name, {"kind": "bits", "way": {"site": site}}))
-    for number, model in enumerate(results.models, start=1):
-        mine = {line.way for line in every if line.model == model and line.way != NO_WAY}
-        told = f"-{number}-{slug(model)}" if len(results.models) > 1 else ""
-        if len({(way.site, way.schemes) for way in mine}) > 1:
-            figures.append((f"sites{told}", {"kind": "sites", "model": model}))
-        for site in sites:
-            if len([way for way in mine if way[0] == site]) > 1:
-                name = f"ranges{told}-{site}" if len(sites) > 1 else f"ranges{told}"
-                figures.append((name, {"kind": "ranges", "model": model, "way": {"site": site}}))
-    written = []
-    for name, which in figures:
-        also = published and which["kind"] == "bits"
-        written += save_page(plot_sweep(results, **which, published=also), folder / name)
-        written.append(folder / f"{name}.csv")
-        table = sweep_figure_data(results, **which).to_csv(index=False, lineterminator="\n")
-        write_bytes(written[-1], table.encode())
-    return written
 
 
 def has_accuracy(results: SweepResults) -> bool:
@@ -265,13 +218,14 @@ def _looks(
 def _draw(
     ax: Axes,
     panel: Panel,
+    every: Sequence[Panel],
     looks: Mapping[str, dict[str, Any]],
     logarithmic: bool,
     under: Sequence[str],
     *,
     published: bool,
 ) -> None:
-    """Draw a panel; the lines of `under` stand beneath its title."""
+    """Draw a panel of some; the lines of `under` stand beneath its title."""
     # The paper quantized the logits alone.
     comparable = panel.way.site in (None, "attention_logits")
     paper = FIGURE_8 if published and panel.measure.is_accuracy and comparable else {}
@@ -295,7 +249,8 @@ def _draw(
     ax.set_xlabel("bits")
     ax.set_ylabel(panel.label, parse_math=False)
     room = int(ax.bbox.width / ax.figure.dpi * _LETTERS)
-    ax.set_title("\n".join([shorten(literal(panel.title), room), *under]), parse_math=False)
+    titles = shorten_apart((literal(one.title) for one in every), room)
+    ax.set_title("\n".join([titles[literal(panel.title)], *under]), parse_math=False)
 
 
 def _points(line: Line, places: Mapping[int, int]) -> tuple[Any, Any, Any]:

@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ def cell_id(
     Args:
         model: fingerprint.
         device: its type; a GPU sums in another order than a CPU.
-        evaluation, data, settings: of the evaluation.
+        evaluation: its name; in which folder its file lies does not matter.
+        data, settings: of the evaluation.
         schemes: none for the model as it is; their order does not matter.
         calibration: fingerprint of what a static range comes from.
         remedy: its name, and the fingerprint of the text that it sees, if it sees any; None for no
@@ -61,7 +62,7 @@ def cell_id(
     return _hash({
         "model": model,
         "device": device,
-        "evaluation": evaluation,
+        "evaluation": _without_folders(evaluation),
         "data": data,
         "settings": settings,
         "schemes": sorted(map(_told, schemes), key=lambda one: (one["site"], one["layers"] or ())),
@@ -97,6 +98,7 @@ def model_fingerprint(model: nn.Module, tokenizer: Any) -> str:
     beside = {
         "code": own_code([*model.modules(), tokenizer]),
         "quantizers": quantizer_versions(model),
+        "buffers": _unsaved_buffers(model),
     }
     about |= {name: value for name, value in beside.items() if value}
     digest = hashlib.sha256(_json(about))
@@ -127,10 +129,29 @@ def table_fingerprint(table: CalibrationTable) -> str:
     return digest.hexdigest()
 
 
+def _without_folders(evaluation: str) -> str:
+    kind, colon, argument = evaluation.partition(":")
+    return f"{kind}{colon}{PurePath(argument).name}"
+
+
 def _told(scheme: Scheme) -> dict[str, Any]:
     """A scheme, without what is left out: results from before there was such an entry count."""
     left_out = (("heads", None), ("newest", 0))
     return {name: value for name, value in asdict(scheme).items() if (name, value) not in left_out}
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, str]:
+    """Dtypes of floating buffers outside of the state dict, but for fp32, by name.
+
+    A model that was loaded in bf16 has rotary frequencies in fp32, and one that was converted to
+    bf16 has them rounded; else the two are alike. What the buffers hold follows from the config.
+    """
+    kept = model.state_dict().keys()
+    return {
+        name: str(value.dtype)
+        for name, value in model.named_buffers()
+        if name not in kept and value.is_floating_point() and value.dtype != torch.float32
+    }
 
 
 def _rules(tokenizer: Any) -> Any:

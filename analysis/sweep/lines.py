@@ -15,6 +15,7 @@ __all__ = [
     "Line",
     "Measure",
     "Way",
+    "evaluation_labels",
     "lines",
     "measures",
     "model_labels",
@@ -46,16 +47,17 @@ NO_WAY = Way()  # of a model that was only seen as it is
 
 @dataclass(frozen=True)
 class Measure:
-    """One metric of one evaluation."""
+    """One metric of one evaluation.
+
+    Attributes:
+        evaluation: name.
+        metric: name.
+        source: what the evaluation is called beside the others, see `evaluation_labels`.
+    """
 
     evaluation: str
     metric: str
-
-    @property
-    def source(self) -> str:
-        """The evaluation without the folders of its file."""
-        kind, colon, argument = self.evaluation.partition(":")
-        return f"{kind}{colon}{PurePath(argument).name}"
+    source: str
 
     @property
     def is_accuracy(self) -> bool:
@@ -90,7 +92,10 @@ def measures(results: SweepResults) -> list[Measure]:
         of_one = found.setdefault(row["eval"], {})
         if row["status"] == "ok":
             of_one[row["metric"]] = None
-    return [Measure(name, metric) for name, of_one in found.items() for metric in of_one]
+    labels = evaluation_labels(found) | results.labels
+    return [
+        Measure(name, metric, labels[name]) for name, of_one in found.items() for metric in of_one
+    ]
 
 
 def lines(results: SweepResults, measure: Measure) -> list[Line]:
@@ -183,3 +188,20 @@ def model_labels(models: Sequence[str]) -> dict[str, str]:
     return {
         model: end if list(ends.values()).count(end) == 1 else model for model, end in ends.items()
     }
+
+
+def evaluation_labels(evaluations: Iterable[str]) -> dict[str, str]:
+    """Short names of evaluations: of a file's path the shortest end that no other one has."""
+    ends = {name: _ends(name) for name in evaluations}
+    labels = {}
+    for name, mine in ends.items():
+        others = {end for other, theirs in ends.items() if other != name for end in theirs}
+        labels[name] = next((end for end in mine if end not in others), name)
+    return labels
+
+
+def _ends(evaluation: str) -> list[str]:
+    """An evaluation with the last part of its file's path, the last two, and so on."""
+    kind, colon, argument = evaluation.partition(":")
+    parts = PurePath(argument).parts
+    return [f"{kind}{colon}{PurePath(*parts[-n:])}" for n in range(1, len(parts) + 1)]

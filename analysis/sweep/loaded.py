@@ -1,6 +1,6 @@
 """The results of a sweep, as they lie in a folder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,14 @@ class SweepResults:
             (not in folders of earlier versions), `versions`, `commands`.
         rows: the lines of `results.jsonl` that count, as they stand there, in the order of the
             grid; of a cell that failed several times the last one.
+        labels: evaluation -> what it is called, where it is to be told from others than those of
+            the rows too.
     """
 
     folder: Path
     record: Record
     rows: list[Row]
+    labels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: str | Path) -> "SweepResults":

@@ -1,12 +1,14 @@
 """What a model computes with that the versions of every result do not tell."""
 
+import ast
 import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,11 +84,35 @@ def _reached(modules: Iterable[ModuleType]) -> list[ModuleType]:
         if module.__name__ in found or not _is_own(module):
             continue
         found[module.__name__] = module
-        for value in list(vars(module).values()):
-            name = getattr(value, "__name__" if inspect.ismodule(value) else "__module__", None)
-            if isinstance(name, str) and name in sys.modules:
-                left.append(sys.modules[name])
+        left += [sys.modules[name] for name in _imported(module) if name in sys.modules]
     return list(found.values())
+
+
+def _imported(module: ModuleType) -> Iterator[str]:
+    """Names of the modules that a module's source imports as it is loaded.
+
+    Not by its attributes: those of a package are all of its modules that anybody has imported.
+    """
+    try:
+        left: list[ast.AST] = [ast.parse(Path(str(module.__file__)).read_bytes())]
+    except (SyntaxError, ValueError):  # compiled
+        return
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        elif isinstance(node, ast.ImportFrom):
+            with suppress(ImportError):  # caught there as well, or the module would not be loaded
+                source = resolve_name("." * node.level + (node.module or ""), module.__package__)
+                for alias in node.names:
+                    name = f"{source}.{alias.name}"
+                    bound = getattr(sys.modules.get(source), alias.name, None)
+                    yield name if name in sys.modules and sys.modules[name] is bound else source
+        # What a function imports is there once it has run, which must not matter.
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            left += ast.iter_child_nodes(node)
 
 
 def _is_own(module: ModuleType) -> bool:

@@ -19,7 +19,7 @@ from quantdiff.analysis.sweep.lines import (
     way_label,
 )
 from quantdiff.analysis.sweep.loaded import SweepResults
-from quantdiff.analysis.text import literal, shorten
+from quantdiff.analysis.text import literal, shorten_apart
 from quantdiff.errors import UsageError
 
 __all__ = ["KINDS", "Panel", "panels", "sweep_figure_data"]
@@ -101,7 +101,11 @@ def panels(
         chosen = {measure: _sites(of_one) for measure, of_one in mine.items()}
         same = same_in(line.way for of_one in chosen.values() for line in of_one)
         return _wrapped([_sites_panel(measure, of_one, same) for measure, of_one in chosen.items()])
-    rows = [_range_panels(measure, of_one) for measure, of_one in mine.items()]
+    short = shorten_apart((literal(measure.source) for measure in mine), _LABEL)
+    rows = [
+        _range_panels(measure, of_one, short[literal(measure.source)])
+        for measure, of_one in mine.items()
+    ]
     return [part for row in rows for part in _wrapped(row)]
 
 
@@ -144,8 +148,8 @@ def _sites_panel(measure: Measure, of_one: list[Line], same: list[str]) -> Panel
     return Panel(measure.source, measure.metric, measure, curves)
 
 
-def _range_panels(measure: Measure, of_one: list[Line]) -> list[Panel]:
-    """A panel a granularity, of the first site."""
+def _range_panels(measure: Measure, of_one: list[Line], source: str) -> list[Panel]:
+    """A panel a granularity, of the first site; `source` stands along the axis."""
     curves: dict[str, list[tuple[str, Line]]] = {}
     for line in of_one:
         if line.way.site == of_one[0].way.site:
@@ -153,7 +157,7 @@ def _range_panels(measure: Measure, of_one: list[Line]) -> list[Panel]:
             curves.setdefault(str(line.way.granularity), []).append((name, line))
     label = measure.metric
     if label != measure.source:
-        label = f"{literal(label)}\n{shorten(literal(measure.source), _LABEL)}"
+        label = f"{literal(label)}\n{source}"
     return [Panel(title, label, measure, tuple(of_panel)) for title, of_panel in curves.items()]
 
 

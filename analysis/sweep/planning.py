@@ -173,13 +173,16 @@ class Shelf:
         if request.each is not None:
             entries = each_one(entries, model, request.each)
         device = model_device(model).type
-        cells = {
-            wanted: [
+        cells: dict[str, list[Cell]] = {}
+        seen: set[str] = set()
+        for wanted, made in evaluations.items():
+            own = [
                 _cell(name, fingerprint, device, wanted, made, entry, ranges, windows)
                 for entry in entries
             ]
-            for wanted, made in evaluations.items()
-        }
+            # One file may be named in two ways, and is evaluated once.
+            cells[wanted] = [cell for cell in own if cell.id not in seen]
+            seen |= {cell.id for cell in own}
         return Opened(name, model, fingerprint, evaluations, ranges, windows, cells)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from quantdiff.analysis.evaluation import Evaluation, Stopped, Text
+from quantdiff.analysis.evaluation.reading import split_limit
 from quantdiff.analysis.sweep.identity import table_fingerprint
 from quantdiff.analysis.sweep.once import once
 from quantdiff.analysis.text import slug
@@ -222,7 +223,7 @@ def source_of(evaluation: Evaluation, text: Text) -> str:
     """What an evaluation reads: the text of its needles, its own file or task, or `text`."""
     if "haystack" in evaluation.settings:
         return str(evaluation.settings["haystack"])
-    return evaluation.name.partition(":")[2].partition("@")[0] or text.source
+    return split_limit(evaluation.name.partition(":")[2])[0] or text.source
 
 
 def _begins_with(source: str, tokenizer: Any, part: dict[str, Any]) -> bool:

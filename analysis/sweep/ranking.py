@@ -24,6 +24,7 @@ from quantdiff.analysis.style import (
     style,
 )
 from quantdiff.analysis.sweep.lines import model_labels
+from quantdiff.analysis.sweep.saved import remove_others
 from quantdiff.analysis.sweep.sensitivities import sensitivity_name
 from quantdiff.analysis.text import four_digits, literal
 from quantdiff.files import write_bytes
@@ -114,6 +115,9 @@ def plot_sensitivity(one: Sensitivity) -> Any:
 def save_sensitivity_figures(every: Sequence[Sensitivity], folder: str | Path) -> list[Path]:
     """Write the figures of some sensitivities as PNG and SVG, and their numbers as CSV.
 
+    Those of layers, or of heads, that an earlier call left in the folder are removed where this one
+    writes some.
+
     Returns:
         The files: `layers.png`, `heads.png` and so on, numbered where there are several.
     """
@@ -127,6 +131,8 @@ def save_sensitivity_figures(every: Sequence[Sensitivity], folder: str | Path) -
         written += [*save_page(plot_sensitivity(one), stem), stem.with_name(f"{stem.name}.csv")]
         frame = one.frame().assign(model=one.model, what=sensitivity_name(one), measure=one.cost)
         write_bytes(written[-1], frame.to_csv(index=False, lineterminator="\n").encode())
+    for kind in {"heads" if one.of_heads else "layers" for one in every}:
+        remove_others(folder, rf"{kind}(-\d+)?", written)
     return written
 
 

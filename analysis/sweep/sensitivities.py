@@ -17,6 +17,7 @@ __all__ = ["chosen_sensitivity", "cost_of", "schemes_of", "sensitivities", "sens
 _MAIN = ("kl", "nll")  # whose increase is the cost, the first that was measured
 _TOLD = ("site", "bits", "range", "granularity", "symmetric", "newest", "layers", "heads")
 _ANY = 8  # bits that stand for all
+_OF_ATTENTION = {"attention_logits", "attention_maps", "keys", "values"}
 
 
 def sensitivities(
@@ -28,11 +29,13 @@ def sensitivities(
 ) -> list[Sensitivity]:
     """All that were measured whole, by model and by the schemes that are used together.
 
-    Cells with a remedy say nothing of the model as it is and are left out.
+    Cells with a remedy say nothing of the model as it is and are left out, and so are layers
+    without attention, where nothing was rounded, so that they cost exactly nothing at any width:
+    sweeps of earlier versions tried them too.
 
     Args:
         results: of a sweep.
-        evaluation, metric: as in `Sensitivity.of`.
+        evaluation, metric: as in `Sensitivity.of`, whose defaults are each one's own here.
         cells: ids of those that count, such as of one request; None for all.
 
     Returns:
@@ -49,31 +52,38 @@ def sensitivities(
         and "remedy" not in row["options"]
         and (cells is None or row["cell"] in cells)
     ]
-    chosen = {
-        model: _cost_measure(results, [r for r in rows if r["model"] == model], evaluation, metric)
-        for model in dict.fromkeys(row["model"] for row in rows)
-    }
+    by_key: dict[Any, list[Row]] = {}
+    for row in rows:
+        key = row["model"], isinstance(_place(row), tuple), _template(schemes_of(row))
+        by_key.setdefault(key, []).append(row)
+    chosen = {key: _cost_measure(results, some, evaluation, metric) for key, some in by_key.items()}
     if chosen and not any(chosen.values()) and (evaluation or metric):
         raise UsageError(
             f"there are no costs by {metric or evaluation} in {results.folder}: it was not measured"
         )
-    found: dict[Any, dict[Place, dict[int, float]]] = {}
-    failed = set()
-    for row in rows:
-        place, schemes, measure = _place(row), schemes_of(row), chosen[row["model"]]
-        if measure is None or row["eval"] != measure.evaluation or place is None:
+    found = []
+    for key, measure in chosen.items():
+        if measure is None:
             continue
-        key = row["model"], isinstance(place, tuple), _template(schemes)
-        if row["status"] != "ok":
-            failed.add(key)
-        elif row["metric"] == measure.metric:
-            costs = found.setdefault(key, {}).setdefault(place, {})
-            costs[row["bits"]] = cost_of(results, row)
-    return [
-        Sensitivity(key[2], costs, key[0], measure.evaluation, measure.metric)
-        for key, costs in found.items()
-        if key not in failed and (measure := chosen[key[0]]) is not None
-    ]
+        some = [row for row in by_key[key] if row["eval"] == measure.evaluation]
+        if any(row["status"] != "ok" for row in some):
+            continue
+        model, _, template = key
+        costs = _costs(results, [row for row in some if row["metric"] == measure.metric])
+        if measure.metric in _MAIN and {scheme.site for scheme in template} <= _OF_ATTENTION:
+            # Not by other metrics: answers may stay the same where attention was rounded.
+            costs = {place: by for place, by in costs.items() if any(by.values())} or costs
+        found.append(Sensitivity(template, costs, model, measure.evaluation, measure.metric))
+    return found
+
+
+def _costs(results: SweepResults, rows: list[Row]) -> dict[Place, dict[int, float]]:
+    costs: dict[Place, dict[int, float]] = {}
+    for row in rows:
+        place = _place(row)
+        assert place is not None
+        costs.setdefault(place, {})[row["bits"]] = cost_of(results, row)
+    return costs
 
 
 def _whole(results: SweepResults) -> list[Row]:

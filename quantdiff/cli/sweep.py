@@ -1,6 +1,7 @@
 """`quantdiff sweep`: what low bit widths cost, for a grid of models, schemes and evaluations."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,8 +72,8 @@ def sweep(
         list[str],
         typer.Option(
             "--eval",
-            help="perplexity, divergence, choice:FILE.jsonl, lm-eval:TASK, needles or "
-            "order:FILE.jsonl; may repeat.",
+            help="perplexity, divergence, choice:FILE.jsonl, lm-eval:TASK, needles, "
+            "order:FILE.jsonl or noise; may repeat.",
             show_default=False,
         ),
     ],
@@ -141,7 +142,10 @@ def sweep(
     ] = ["none"],  # noqa: B006
     per_layer: Annotated[
         bool,
-        typer.Option("--per-layer", help="Quantize one layer at a time, and rank the layers."),
+        typer.Option(
+            "--per-layer",
+            help="Quantize one layer at a time, of those that hold the site, and rank them.",
+        ),
     ] = False,
     per_head: Annotated[
         bool,
@@ -154,8 +158,8 @@ def sweep(
         float | None,
         typer.Option(
             "--budget",
-            help="With --per-layer: share bits out so that the average layer has at most so many, "
-            "and measure that beside the same bits everywhere.",
+            help="With --per-layer: share bits out so that the average one of these layers has at "
+            "most so many, and measure that beside the same bits everywhere.",
             show_default=False,
         ),
     ] = None,
@@ -275,6 +279,8 @@ def sweep(
         if not (out / "sweep.json").exists():  # stopped before the first cell
             raise typer.Exit(130)
         results = SweepResults.load(out)
+    for sentence in _shorter(results, models, evaluations, data, tokens):
+        note(sentence)
     if ranked is None:
         ranked = sensitivities(results)
     show_sweep(results, ranked, plans, published=published, as_json=as_json)
@@ -304,6 +310,26 @@ def _tables_of(plan: "Plan", results: "SweepResults", tables: Sequence[Path]) ->
         return []
     known = results.record["models"][one.model]["calibration"]["fingerprint"]
     return [path for path in tables if table_fingerprint(CalibrationTable.load(path)) == known]
+
+
+def _shorter(
+    results: "SweepResults",
+    models: Sequence[str],
+    evaluations: Sequence[str],
+    data: str,
+    asked: int,
+) -> list[str]:
+    """Where the text holds fewer tokens than were asked for, a sentence each."""
+    found: dict[str, None] = {}
+    for model, name in product(models, evaluations):
+        about = results.record["models"].get(model, {"evaluations": {}})
+        settings = about["evaluations"].get(name, {"settings": {}})["settings"]
+        wanted = min(asked, settings.get("most", asked))
+        held = settings.get("tokens", wanted)
+        if held < wanted - 1:  # a last window of one token is dropped
+            start = f"{model}: " if len(models) > 1 else ""
+            found[f"{start}{data} holds {held:,} tokens, not the {wanted:,} asked for"] = None
+    return list(found)
 
 
 def _refuse_of_grid(context: typer.Context) -> None:

@@ -216,8 +216,25 @@ class TestRefusals:
 def test_help_shows_examples():
     result = subprocess.run([sys.executable, "-m", "quantdiff", "sweep", "--help"],
                             capture_output=True, text=True, check=True)  # fmt: skip
-    for word in ("Examples", "--granularity", "torchrun"):
+    for word in ("Examples", "--granularity", "torchrun", "noise"):
         assert word in result.stdout
+
+
+def test_text_that_is_shorter_than_asked_for_is_told(small, models, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("the king and the sea")
+    arguments = ("--bits", 16, "--data", path, "--eval", "perplexity", "--eval", "noise")
+    code, _, err = small(*arguments)
+    assert code == 0, err
+    (told,) = [line for line in err.splitlines() if "asked for" in line]
+    held = SweepResults.load(tmp_path / "out").record["models"][models[0]]["evaluations"]
+    tokens = held["perplexity"]["settings"]["tokens"]
+    assert told == f"note: {path} holds {tokens} tokens, not the 96 asked for"
+    _, _, err = small(*arguments, models=models)
+    assert [line.partition(": ")[2] for line in err.splitlines() if "asked for" in line] == [
+        f"{model}: {path} holds {tokens} tokens, not the 96 asked for" for model in models
+    ]
+    assert "asked for" not in small("--bits", 16, out=tmp_path / "whole")[2]
 
 
 def test_sites_together_by_short_names(small, tmp_path):

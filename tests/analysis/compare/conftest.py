@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import quantdiff
 from quantdiff.analysis.sweep.record import write_record
@@ -161,6 +162,7 @@ def write_checkpoint(
         "command": "quantdiff export zoo/plain",
     }  # fmt: skip
     schemes = [quantdiff.Scheme("attention_logits", 6)]
+    save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
     write_sidecar(folder, content, schemes, None, {"logits": torch.zeros(1, 3)})
     if passed is not None:
         check = Check("files", passed, "all there" if passed else "weights are missing")

@@ -114,7 +114,7 @@ class TestSweeps:
     def test_some_layers_do_not_make_a_figure_of_their_site(self, tmp_path):
         cells = [("m", "perplexity", bits, windows(bits)) for bits in (16, 8)]
         folder = write_sweep(tmp_path / "s", {"m": TOLD}, cells)
-        add(folder, "layer", windows(1), site="keys", **of_layer(0))
+        add(folder, "layer", windows(1), site="keys", granularity="token", **of_layer(0))
         keys = [part.key for part in quantdiff.compare(folder).report().figures]
         assert keys == ["figure-perplexity-attention-logits"]
 
@@ -170,6 +170,62 @@ class TestSweeps:
         low, high = ax.get_xlim()
         assert len(set(points)) == number - 1
         assert low < min(points) <= max(points) < high
+
+
+class TestEvaluationsOnFilesOfOneName:
+    ARC, HELLASWAG = "choice:data/arc/q.jsonl", "choice:data/hellaswag/q.jsonl"
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        told = {"evaluations": {name: evaluated(name, name) for name in (self.ARC, self.HELLASWAG)}}
+        cells = [
+            (model, name, bits, answers(10 * seed + bits + place))
+            for seed, model in enumerate("ab")
+            for place, name in enumerate(told["evaluations"])
+            for bits in (16, 4)
+        ]
+        return write_sweep(tmp_path / "s", dict.fromkeys("ab", told), cells)
+
+    def test_are_told_apart(self, folder):
+        comparison = quantdiff.compare(folder)
+        assert not any("cannot be compared" in told for told in comparison.warnings)
+        report = comparison.report()
+        for parts in (report.tables, report.figures):
+            titles = [part.title for part in parts if "q.jsonl" in part.title]
+            assert len(titles) == len(set(titles))
+            for name in ("arc", "hellaswag"):
+                assert any(f"choice:{name}/q.jsonl" in title for title in titles)
+                assert any(f"choice:{name}/q.jsonl, 40" in part.caption for part in parts)
+
+    @pytest.mark.parametrize("kind", ["bits", "differences"])
+    def test_are_drawn_one_by_one(self, folder, kind):
+        comparison = quantdiff.compare(folder)
+        drawn = [
+            comparison.plot(kind, evaluation=f"choice:{name}/q.jsonl").axes[0]
+            for name in ("arc", "hellaswag")
+        ]
+        values = [[list(line.get_ydata()) + list(line.get_xdata()) for line in ax.lines]
+                  for ax in drawn]  # fmt: skip
+        assert values[0] != values[1]
+        if kind == "bits":
+            assert [ax.get_title() for ax in drawn] == [
+                "choice:arc/q.jsonl",
+                "choice:hellaswag/q.jsonl",
+            ]
+        with pytest.raises(quantdiff.UsageError, match=r"choice:arc/q\.jsonl, choice:hellaswag"):
+            comparison.plot(kind, evaluation="choice:q.jsonl")
+
+    def test_of_one_content_are_one(self, tmp_path):
+        for name, dtype in (("a", "float32"), ("b", "float32"), ("c", "bfloat16")):
+            choice = f"choice:{name}/q.jsonl"
+            told = {"evaluations": {choice: evaluated(choice)}, "dtype": dtype}
+            write_sweep(tmp_path / name, {name: told}, [(name, choice, 16, answers(1))])
+        comparison = quantdiff.compare(*(tmp_path / name for name in "abc"))
+        (told,) = [one for one in comparison.warnings if "cannot be compared" in one]
+        assert told.startswith(
+            "Results of choice:q.jsonl of c cannot be compared with those of a, b"
+        )
+        assert comparison.accuracy()["group"].tolist() == [1, 1, 1, 1, 2, 2]
 
 
 class TestProfiles:

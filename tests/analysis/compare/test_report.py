@@ -323,6 +323,34 @@ class TestMissing:
             comparison = quantdiff.compare(folder, trio[0])
             assert any("Left out" in warning for warning in comparison.warnings)
 
+    @pytest.mark.parametrize(
+        ("change", "word"),
+        [
+            ({"options": {"symmetric": True, "remedy": "awq"}}, "remedy 'awq'"),
+            ({"site": "embeddings"}, "site 'embeddings'"),
+            ({"bits": 1}, "not 1"),
+            ({"site": "keys+embeddings",
+              "options": {"schemes": [{"site": "keys", "bits": 4}, {"site": "rope", "bits": 4}]}},
+             "site 'rope'"),
+        ],
+    )  # fmt: skip
+    def test_a_sweep_of_a_later_version_is_told_and_the_rest_goes_on(
+        self, tmp_path, trio, change, word
+    ):
+        told = {"evaluations": {"perplexity": evaluated("perplexity")}}
+        folder = write_sweep(tmp_path / "later", {"m": told}, [("m", "perplexity", 4, windows(1))])
+        rows = [json.loads(row) for row in (folder / "results.jsonl").read_text().splitlines()]
+        (folder / "results.jsonl").write_text(
+            "".join(json.dumps(row | change) + "\n" for row in rows)
+        )
+        comparison = quantdiff.compare(folder, trio[0])
+        (warning,) = [
+            p.text for p in comparison.report().sections[0].parts if isinstance(p, Warned)
+        ]
+        assert warning.startswith(f"Left out: {folder} holds a sweep that this version cannot read")
+        assert word in warning
+        assert comparison.names == ["plain"]
+
     def test_an_unfinished_sweep_is_told(self, tmp_path):
         told = {"evaluations": {"perplexity": evaluated("perplexity")}}
         cells = [("m", "perplexity", bits, windows(bits)) for bits in (16, 8, 4)]

@@ -229,6 +229,17 @@ class TestSweepsTogether:
         assert "second" in warning
         assert metrics_of(windows(0))["nll"] in frame["value"].tolist()
 
+    def test_a_file_that_one_sweep_names_in_two_ways_is_shown_once(self, tmp_path):
+        names = "choice:q.jsonl", "choice:/some/q.jsonl"
+        told = {"evaluations": {name: evaluated("choice:q.jsonl") for name in names}}
+        cells = [("m", name, bits, answers(bits)) for name in names for bits in (16, 8)]
+        comparison = quantdiff.compare(write_sweep(tmp_path / "s", {"m": told}, cells))
+        frame = comparison.accuracy()
+        assert sorted(zip(frame["cell"], frame["metric"], strict=True)) == [
+            (cell, metric) for cell in ("s-0", "s-1") for metric in ("acc", "acc_norm")
+        ]
+        assert not any("second time" in warning for warning in comparison.warnings)
+
     def test_a_copy_of_the_weights_under_another_name_is_a_model_too(self, tmp_path):
         told = {"fingerprint": "same", "evaluations": {"perplexity": evaluated("perplexity")}}
         for number, name in enumerate("ab"):  # of the very same cells

@@ -240,6 +240,58 @@ def test_the_fingerprint_is_that_of_what_is_asked(model, tokenizer, tmp_path, qu
     assert len({one, *others}) == 5
 
 
+OWN = """
+from functools import partial
+
+class Rule:
+    pass
+
+class Judge(Rule):
+    def __call__(self):
+        return 0.0
+
+rule, judge = Rule(), Judge()
+
+def kept(docs, first):
+    return docs.select(range(first, len(docs)))
+
+some = partial(kept, first={first})
+
+def asked(doc):
+    return doc["query"]
+
+def filtered(resps, docs):
+    return [one[{filtered}:] for one in resps]
+"""
+OWN_TASK = f"""
+{TASK.replace('"{{{{query}}}}"', "!function own.asked").strip()}
+process_docs: !function own.some
+filter_list:
+  - name: none
+    filter:
+      - function: custom
+        filter_fn: !function own.filtered
+        objects: [!function own.rule, !function own.judge]
+"""
+
+
+def test_functions_of_a_task_are_told_by_their_source_and_not_by_where_they_lie(
+    model, tokenizer, tmp_path, questions
+):
+    kept = []  # or the functions of the next module would lie where those of the last one lay
+
+    def fingerprint(**change):
+        (tmp_path / "own.py").write_text(OWN.format(**{"first": 2, "filtered": 0} | change))
+        path = write_task(tmp_path, questions, template=OWN_TASK)
+        made = evaluation(f"lm-eval:{path}", model, tokenizer)
+        kept.append((made, sys.modules.pop(str(tmp_path / "own"))))
+        return made.data
+
+    one = fingerprint()
+    assert fingerprint() == one
+    assert len({one, fingerprint(first=3), fingerprint(filtered=1)}) == 3
+
+
 def test_groups_come_first_and_tasks_are_named(model, tokenizer, tmp_path, questions):
     other = write_rows(tmp_path / "other.jsonl", QUESTIONS[:5])
     write_task(tmp_path, questions, name="one")

@@ -1,6 +1,7 @@
 """Signal to noise of the layers' outputs, and of attention by layer."""
 
 import contextlib
+import copy
 import functools
 
 import numpy as np
@@ -71,6 +72,60 @@ def test_equals_a_plain_loop(name, batch_size, side, tokenizer, text, tmp_path):
     for metric in outcome.metrics:
         assert metric.count == len(sites)
         assert metric.value == pytest.approx(outcome.items[metric.name].mean())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_energies_of_all_attention_modules_of_a_layer_are_added(name, tokenizer, text, tmp_path):
+    model = MODELS[name]()
+    first, second = model.model.layers
+    first.more, forward = copy.deepcopy(second.self_attn), first.forward
+
+    def twice(hidden_states, **given):
+        hidden_states = forward(hidden_states, **given)
+        return hidden_states + first.more(hidden_states, **given)[0]
+
+    first.forward = twice
+    made = evaluation("noise", model, tokenizer, Text(text, tokens=100, seq_len=30))
+    made.prepare(tmp_path, batch_size=1)
+    items = made.run(functools.partial(fake_quantize, model, SCHEME), batch_size=1).items
+    with torch.no_grad(), fake_quantize(model, SCHEME), NoiseRecorder(model, SCHEME) as recorder:
+        for window in made.windows.windows:
+            model(input_ids=window[None], use_cache=False)  # both would write to one layer's
+    sites = recorder.sites()
+    assert [site.layer for site in sites] == [0, 0, 1]
+
+    def ratios(above, below):
+        """Of both layers, from (heads,) of each site."""
+        return [
+            sum(x.sum() for x in above[own]) / sum(x.sum() for x in below[own])
+            for own in (slice(0, 2), slice(2, 3))
+        ]
+
+    for kind in sites[0].noise:
+        noise = [site.noise[kind] for site in sites]
+        expected = map(decibels, ratios([site.signal[kind] for site in sites], noise))
+        assert items[f"snr_{kind.replace(' ', '_')}"] == pytest.approx([*expected], abs=1e-6)
+    if name != "llama":
+        expected = ratios(noise, [site.independent for site in sites])
+        assert kind == "difference"
+        assert items["cancellation"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_where_keys_are_rounded_too_there_is_the_noise_of_hidden_states_alone(
+    name, tokenizer, text, tmp_path
+):
+    """The logits that are quantized are those of rounded keys, which a recording does not see."""
+    model = MODELS[name]()
+    made = evaluation("noise", model, tokenizer, Text(text, tokens=60, seq_len=30))
+    made.prepare(tmp_path, batch_size=1)
+
+    def names(*schemes):
+        context = functools.partial(fake_quantize, model, SCHEME, *schemes)
+        return {metric.name for metric in made.run(context, batch_size=1).metrics}
+
+    assert names(Scheme("keys", 2), Scheme("values", 2)) == {"snr_hidden"}
+    assert names(Scheme("values", 2)) == (STANDARD if name == "llama" else DIFFERENTIAL)
 
 
 def test_without_quantization_there_is_no_noise(tokenizer, text, tmp_path):

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, Lfm2Config, Lfm2ForCausalLM
 
 from quantdiff import Scheme, UsageError, fake_quantize
 from quantdiff.analysis.evaluation import Text, evaluation
 from quantdiff.analysis.sensitivity import Sensitivity, measure_sensitivity, share_out
 from quantdiff.analysis.sweep import SweepResults, make_grid, sweep, sweep_report
+from quantdiff.analysis.sweep.entries import Entry, each_one
 from quantdiff.analysis.sweep.mixed import (
     check_budget,
     mixed_table,
@@ -27,7 +29,7 @@ from quantdiff.analysis.sweep.ranking import (
 from quantdiff.analysis.sweep.sensitivities import sensitivities, sensitivity_name
 from quantdiff.quantization import schemes
 from tests.analysis.sweep import conftest as written
-from tests.tiny import tiny_diffllama, tiny_llama, tiny_tokenizer
+from tests.tiny import SETTINGS, build, tiny_diffllama, tiny_llama, tiny_tokenizer
 
 LAYERS = 3
 WEIGHTS = [schemes(name) for name in ("W8A16", "W4A16", "W3A16")]
@@ -135,6 +137,112 @@ def test_each_head_is_a_cell(run, build, site, count, tmp_path):
     with pytest.raises(UsageError, match="shared out among layers"):
         share_out(found, 4)
     assert f"{found.ranking(2)[0][1]}" in shown(ranking_table(found))
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    """Three layers, of which the second alone has attention."""
+    kinds = ["conv", "full_attention", "conv"]
+    config = Lfm2Config(**SETTINGS | {"num_hidden_layers": LAYERS}, layer_types=kinds)
+    return build(Lfm2ForCausalLM, config), tiny_tokenizer(), "hybrid"
+
+
+class TestLayersWithoutTheSite:
+    @pytest.mark.parametrize("site", ["attention_logits", "attention_maps", "keys", "values"])
+    def test_are_not_tried(self, run, hybrid, site):
+        results = run([hybrid], [Scheme(site, bits) for bits in (8, 4)], "layer")
+        assert [row["options"].get("layers") for row in results.rows if row["metric"] == "kl"] == [
+            None, [1], [1]
+        ]  # fmt: skip
+        plan = plan_bits(Sensitivity.of(results), 4)
+        assert plan.best.bits == {1: 4}
+        assert plan.best.average == 4
+
+    def test_are_not_tried_where_a_model_attends_by_itself(self):
+        class Attention(torch.nn.Module):
+            def forward(self, x):
+                return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+        class Mixed(torch.nn.Module):
+            def __init__(self, mixer):
+                super().__init__()
+                self.mixer, self.out = mixer, torch.nn.Linear(4, 4)
+
+        mixers = [torch.nn.Linear(4, 4), Attention(), torch.nn.Linear(4, 4)]
+        entry = Entry((Scheme("keys", 4),))
+        for kinds, expected in (
+            (mixers, [1]),
+            (mixers[::2], [0, 1]),
+        ):  # in the last nothing is seen
+            model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(map(Mixed, kinds))})
+            _, *found = each_one([entry], model, "layer")
+            assert [layer for one in found for layer in one.schemes[0].layers] == expected
+
+    def test_hold_other_sites(self, run, hybrid):
+        wanted = [Scheme("weights", 4), Scheme("linear_inputs", 4), Scheme("hidden_states", 4)]
+        found = sensitivities(run([hybrid], [*wanted, schemes("W4A4+KV4")], "layer"))
+        assert [list(one.costs) for one in found] == [list(range(LAYERS))] * 4
+
+    def test_have_no_heads(self, run, hybrid):
+        found = Sensitivity.of(run([hybrid], [schemes("K4")], "head"))
+        assert set(found.costs) == {(1, 0), (1, 1)}
+
+    @pytest.mark.parametrize(("metric", "plain"), [("kl", 0.0), ("nll", 3.0)])
+    def test_of_an_earlier_version_are_in_no_average(self, tmp_path, metric, plain):
+        rows = [written.row("fp", "m", metric=metric, value=plain)]
+        for layer, bits in itertools.product(range(LAYERS), (8, 4)):
+            value = plain + (layer == 1) / bits
+            rows.append(
+                written.row(f"{layer}-{bits}", "m", ("dynamic", "tensor", True), bits,
+                            metric=metric, value=value)
+            )  # fmt: skip
+            rows[-1]["options"]["layers"] = [layer]
+        found = Sensitivity.of(SweepResults.load(written.write_sweep(tmp_path, rows)))
+        assert found.costs == {1: {8: 1 / 8, 4: 1 / 4}}
+        for row in rows[1:]:  # which every layer has
+            row |= {"site": "weights", "granularity": "channel"}
+        other = SweepResults.load(written.write_sweep(tmp_path / "weights", rows))
+        assert list(Sensitivity.of(other).costs) == [0, 1, 2]
+
+
+def test_heads_are_counted_layer_by_layer(run):
+    config = Gemma4TextConfig(
+        **SETTINGS, head_dim=8, global_head_dim=16, num_global_key_value_heads=1,
+        attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    live = build(Gemma4ForCausalLM, config), tiny_tokenizer(), "live"
+    results = run([live], [Scheme("keys", 4), Scheme("values", 4)], "head")
+    assert results.failed == []
+    keys, values = sensitivities(results)
+    assert set(keys.costs) == set(values.costs) == {(0, 0), (0, 1), (1, 0)}
+    assert all(
+        cost > 0 for one in (keys, values) for by in one.costs.values() for cost in by.values()
+    )
+
+
+def test_each_ranking_has_the_measure_of_its_own(run, model, tmp_path):
+    run([model], WEIGHTS[1:], "layer", evaluations=("perplexity",))
+    (alone,) = sensitivities(SweepResults.load(tmp_path / "out"))
+    before = save_sensitivity_figures([alone], tmp_path / "figures")
+    results = run([model], [schemes("KV4")], "layer")
+    weights, cache = sensitivities(results)
+    assert weights == alone
+    assert [one.metric for one in (weights, cache)] == ["nll", "kl"]
+    files = save_sensitivity_figures([weights, cache], tmp_path / "figures")
+    assert not set(before) & set(files)
+    assert set(files) == set((tmp_path / "figures").iterdir())
+    (by_loss,) = sensitivities(results, evaluation="perplexity")
+    assert by_loss == alone
+
+
+def test_figures_of_heads_leave_those_of_layers(tmp_path):
+    one = Sensitivity(tuple(WEIGHTS[0]), {0: {4: 0.1}, 1: {4: 0.2}}, "m", "divergence", "kl")
+    heads = Sensitivity((Scheme("keys", 4),), {(0, 0): {4: 0.1}, (0, 1): {4: 0.2}}, "m")
+    (tmp_path / "layers-notes.png").write_text("of somebody")
+    written = [*save_sensitivity_figures([one], tmp_path), tmp_path / "layers-notes.png"]
+    written += save_sensitivity_figures([heads], tmp_path)
+    assert set(tmp_path.iterdir()) == set(written)
 
 
 def test_tables_and_figures(run, model, tmp_path):

@@ -93,6 +93,19 @@ class TestModel:
         prints.add(model_fingerprint(tiny_llama(), tiny_tokenizer(bos=False)))
         assert len(prints) == len(models) + 1
 
+    def test_dtypes_of_buffers_that_are_not_saved_decide(self, tmp_path):
+        """Rotary frequencies stay in fp32 where a model is loaded in bf16."""
+        model, tokenizer = load(save_tiny(tmp_path), device="cpu", dtype="bfloat16")
+        converted = load(tmp_path, device="cpu", dtype="float32")[0].to(torch.bfloat16)
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert converted.model.rotary_emb.inv_freq.dtype == torch.bfloat16
+        loaded = model_fingerprint(model, tokenizer)
+        assert model_fingerprint(converted, tokenizer) != loaded
+        for one in converted.modules():
+            for name in one._non_persistent_buffers_set:
+                setattr(one, name, getattr(one, name).float())
+        assert model_fingerprint(converted, tokenizer) == loaded
+
     def test_tokenizers_without_a_backend_may_be_moved_but_not_changed(self, tmp_path):
         """Bytes without files, and merges that no vocabulary tells of."""
         model, words = tiny_llama(), {"<unk>": 0, "t@@": 1, "h@@": 2, "e</w>": 3, "he</w>": 4}

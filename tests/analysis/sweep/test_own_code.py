@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import json
 import runpy
+import sys
 
 import pytest
 import torch
@@ -30,11 +31,12 @@ class OddForCausalLM(LlamaForCausalLM):
 """
 HELPED = """
 from torch import nn
-from . import helping
+{imported}
 
 class Layer(nn.Linear):
     def forward(self, x):
-        return helping.scaled(super().forward(x))
+        from . import late
+        return {called}(super().forward(x))
 """
 
 SCRIPT = """
@@ -89,20 +91,38 @@ def test_code_that_a_checkpoint_brings(tmp_path, monkeypatch):
     assert prints["edited"] != prints["a"]
 
 
-def test_what_own_code_imports_counts_and_what_lies_beside_it_does_not(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.mark.parametrize(
+    ("imported", "called", "files"),
+    [
+        ("from . import helping", "helping.scaled", 2),
+        ("from .helping import scaled", "scaled", 2),
+        ("import own_layers.helping", "own_layers.helping.scaled", 3),  # with that of the package
+        ("try:\n    from ....far import x\nexcept ImportError:\n    from .helping import *",
+         "scaled", 2),
+    ],
+)  # fmt: skip
+def test_what_own_code_imports_counts_and_what_lies_beside_it_does_not(
+    imported, called, files, tmp_path, monkeypatch
+):
     found = {}
     for name, factor, beside in (("mine", 2, 0), ("moved", 2, 1), ("changed", 3, 0)):
-        package = tmp_path / name
-        package.mkdir()
+        package = tmp_path / name / "own_layers"
+        package.mkdir(parents=True)
         (package / "__init__.py").write_text("")
-        (package / "layer.py").write_text(HELPED)
+        (package / "layer.py").write_text(HELPED.format(imported=imported, called=called))
         (package / "helping.py").write_text(f"def scaled(x):\n    return {factor} * x\n")
         (package / "training.py").write_text(f"RATE = {beside}\n")
-        importlib.import_module(f"{name}.training")
-        layer = importlib.import_module(f"{name}.layer").Layer
-        found[name] = own_code([layer(2, 2)])
-    assert len(found["mine"]) == 2
+        (package / "late.py").write_text("")
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(package.parent)
+            importlib.import_module("own_layers.training")
+            layer = importlib.import_module("own_layers.layer").Layer(2, 2)
+            found[name] = own_code([layer])
+            layer(torch.ones(1, 2))
+            assert own_code([layer]) == found[name]
+        for known in [known for known in sys.modules if known.partition(".")[0] == "own_layers"]:
+            del sys.modules[known]
+    assert len(found["mine"]) == files
     assert found["moved"] == found["mine"]
     assert set(found["changed"]) & set(found["mine"])
     assert found["changed"] != found["mine"]

@@ -17,7 +17,7 @@ from quantdiff.analysis.sweep import (
     sweep_figure_data,
     sweep_report,
 )
-from quantdiff.analysis.sweep.lines import lines, measures, way_label
+from quantdiff.analysis.sweep.lines import evaluation_labels, lines, measures, way_label
 from tests.analysis.sweep.conftest import row, write_sweep
 
 WAYS = [
@@ -152,6 +152,45 @@ def together(number, range_="dynamic", granularity="token", symmetric=True):
     ]  # fmt: skip
     rest = {"site": "linear_inputs+weights", "scheme": "W8g64A8", "options": {"schemes": schemes}}
     return row(f"c{number}", "m", bits=8, value=10.0 + number, **rest)
+
+
+class TestEvaluationsOnFilesOfOneName:
+    ARC, HELLASWAG = (
+        f"choice:data/{'questions-' * 3}{name}{'-in-folders' * 3}/test.jsonl"
+        for name in ("arc", "hellaswag")
+    )
+
+    @pytest.fixture
+    def swept(self, results):
+        rows = [
+            line | {"cell": f"{number}{line['cell']}"}
+            for number, name in enumerate([self.ARC, self.HELLASWAG])
+            for line in made_up(["m"], WAYS[:2], ["acc"], name)
+        ]
+        return results(rows)
+
+    def test_have_names_of_their_own(self, swept):
+        text = "".join(rendered(swept).split())
+        for name in (self.ARC, self.HELLASWAG):
+            assert f"acc·{name.replace('data/', '')}·" in text
+
+    @pytest.mark.parametrize("kind", ["bits", "sites", "ranges"])
+    def test_have_panels_of_their_own(self, swept, kind):
+        axes = [ax for ax in plot_sweep(swept, kind).axes if ax.axison]
+        shown = [ax.get_title() if kind != "ranges" else ax.get_ylabel() for ax in axes]
+        shown = [told for told in shown if told]  # an axis for a row of panels
+        assert len(shown) == len(set(shown)) == 2
+        assert ["arc" in told for told in shown] == [True, False]
+
+    def test_are_called_by_the_shortest_ends_that_differ(self):
+        names = [
+            "perplexity", "choice:q.jsonl", "choice:a/x/q.jsonl", "choice:b/x/q.jsonl",
+            "order:a/x/q.jsonl", "order:/q.jsonl@8", "lm-eval:arc", "choice:./q.jsonl",
+        ]  # fmt: skip
+        assert list(evaluation_labels(names).values()) == [
+            "perplexity", "choice:q.jsonl", "choice:a/x/q.jsonl", "choice:b/x/q.jsonl",
+            "order:q.jsonl", "order:q.jsonl@8", "lm-eval:arc", "choice:./q.jsonl",
+        ]  # fmt: skip
 
 
 TOGETHER = {
@@ -362,6 +401,38 @@ class TestFigure:
         assert self.labels(page) == ["attention logits, tensor", "keys, token"]
         (ax,) = self.axes(plot_sweep(swept, "ranges", way={"site": "keys"}))
         assert ax.get_title() == "token"
+
+    def test_none_of_an_earlier_request_stays(self, results, tmp_path):
+        logits = [*made_up(["m"], WAYS), *made_up(["zoo/other"], WAYS[:1], evaluation="other")]
+        weights = [
+            {**line, "cell": f"w{line['cell']}", "site": "weights", "granularity": "channel"}
+            for line in logits[1:4]
+        ]
+        folder = tmp_path / "figures"
+        first = save_sweep_figures(results(logits), folder)
+        others = [
+            folder / name for name in ("bits-mine.png", "bits.txt", "sites.jpg", "layers.png")
+        ]
+        for path in others:
+            path.write_text("of somebody else")
+        both = SweepResults.load(write_sweep(tmp_path / "both", [*logits, *weights]))
+        second = save_sweep_figures(both, folder)
+        assert {path.name for path in first} - {path.name for path in second} >= {
+            "bits.png", "bits.svg", "bits.csv", "ranges-1-m.csv",
+        }  # fmt: skip
+        assert set(folder.iterdir()) == {*second, *others}
+        at_once = save_sweep_figures(both, tmp_path / "at once")
+        assert [path.name for path in at_once] == [path.name for path in second]
+        assert [path.read_bytes() for path in at_once] == [path.read_bytes() for path in second]
+
+    def test_nothing_is_saved_of_some_layers_alone(self, results, tmp_path):
+        layer = row("l", "m", ("dynamic", "tensor", True), 4)
+        layer["options"]["layers"] = [0]
+        (tmp_path / "bits.png").write_text("of an earlier sweep")
+        assert save_sweep_figures(results([layer]), tmp_path) == []
+        assert not (tmp_path / "bits.png").exists()
+        assert save_sweep_figures(results([layer]), tmp_path / "none") == []
+        assert not (tmp_path / "none").exists()
 
     def test_nothing_is_saved_of_nothing(self, results, tmp_path):
         failed = {"status": "error", "error": "no", "metric": None, "value": None}

@@ -22,6 +22,14 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+def write_questions(folder, **beside):
+    folder.mkdir()
+    lines = [{"query": f"the {n}", "choices": ["king", "whale"], "gold": 0} for n in "abc"]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(line | beside) + "\n" for line in lines))
+    return path
+
+
 def refused(call, *words):
     with pytest.raises(UsageError) as refusal:
         call()
@@ -141,6 +149,23 @@ class TestGoingOn:
         assert known.calls == 6
         assert results.models == ["live", "second"]
         assert results.missing == 0
+
+    def test_one_file_of_questions_is_one_wherever_it_lies(
+        self, small, live, tmp_path, monkeypatch
+    ):
+        here, there = (f"choice:{write_questions(tmp_path / name)}" for name in ("here", "there"))
+        results = small([live], evaluations=(here, there))
+        assert {row["eval"] for row in results.rows} == {here}
+        assert results.missing == 0
+        monkeypatch.chdir(tmp_path / "there")
+        notes = []
+        again = small([live], evaluations=("choice:questions.jsonl",), note=notes.append)
+        assert notes == ["2 of 2 cells are finished already"]
+        assert again.rows == results.rows
+        # The last lines of it are others, and so are the cells.
+        assert small([live], evaluations=(f"{there}@2",)).rows[-1]["cell"] not in {
+            row["cell"] for row in results.rows
+        }
 
     def test_stopped_and_gone_on_with(self, small, live, known, tmp_path):
         whole = small([live], bits=(16, 8, 6, 4), out=tmp_path / "whole")
@@ -471,15 +496,21 @@ class TestTheCalibrationText:
 
     def test_questions_are_known_by_their_file(self, small, live, tmp_path):
         model, tokenizer, _ = live
-        path = tmp_path / "questions.jsonl"
-        lines = [{"query": f"the {n}", "choices": ["king", "whale"], "gold": 0} for n in "abc"]
-        path.write_text("".join(
-            json.dumps(line | {"text": "the king " * 30}) + "\n" for line in lines
-        ))  # fmt: skip
+        path = write_questions(tmp_path / "asked", text="the king " * 30)
         windows = quantdiff.calibration.text_windows(path, tokenizer, tokens=48, seq_len=24)
         table = quantdiff.calibrate(model, windows)
         options = {"ranges": ("mse",), "tables": [table], "evaluations": (f"choice:{path}@2",)}
         self.refused(lambda: small([live], **options), str(path))
+
+    def test_questions_in_a_folder_with_an_at_sign(self, small, live, tmp_path):
+        model, tokenizer, _ = live
+        path = write_questions(tmp_path / "a@b", text="the king " * 30)
+        windows = quantdiff.calibration.text_windows(path, tokenizer, tokens=48, seq_len=24)
+        table = quantdiff.calibrate(model, windows)
+        options = {"ranges": ("mse",), "tables": [table], "evaluations": (f"choice:{path}@2",)}
+        self.refused(lambda: small([live], **options), str(path))
+        (told,) = small([live], evaluations=(f"choice:{path}@2",)).record["models"].values()
+        assert told["evaluations"][f"choice:{path}@2"]["source"] == str(path)
 
 
 class TestResults:
