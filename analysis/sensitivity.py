@@ -177,7 +177,7 @@ class Allocation:
 def measure_sensitivity(
     cost: Cost,
     schemes: Scheme | Iterable[Scheme],
-    layers: int,
+    layers: int | Iterable[int],
     bits: Sequence[int],
     *,
     progress: Callable[[int], None] = lambda done: None,
@@ -187,13 +187,13 @@ def measure_sensitivity(
     Args:
         cost: measures schemes, for example the divergence from the unquantized model.
         schemes: one, or several that are used together, whose bits and layers are varied.
-        layers: how many the model has.
+        layers: how many the model has, or the numbers of those that hold the sites.
         bits: widths.
         progress: told the number of measurements done since the last call.
     """
     template = (schemes,) if isinstance(schemes, Scheme) else tuple(schemes)
     costs: dict[Place, dict[int, float]] = {}
-    for layer in range(layers):
+    for layer in range(layers) if isinstance(layers, int) else layers:
         for width in bits:
             one = [dataclasses.replace(s, bits=width, layers=(layer,)) for s in template]
             costs.setdefault(layer, {})[width] = cost(one)

@@ -19,7 +19,13 @@ from quantdiff.quantization.scheme import Scheme
 from quantdiff.statistics.arrays import to_arrays
 from quantdiff.versions import versions
 
-__all__ = ["cell_id", "deciding_versions", "model_fingerprint", "table_fingerprint"]
+__all__ = [
+    "cell_id",
+    "deciding_versions",
+    "model_fingerprint",
+    "table_fingerprint",
+    "without_folders",
+]
 
 _LENGTH = 20  # hex digits of a cell's id: no two of 10⁹ cells are alike
 
@@ -62,7 +68,7 @@ def cell_id(
     return _hash({
         "model": model,
         "device": device,
-        "evaluation": _without_folders(evaluation),
+        "evaluation": without_folders(evaluation),
         "data": data,
         "settings": settings,
         "schemes": sorted(map(_told, schemes), key=lambda one: (one["site"], one["layers"] or ())),
@@ -129,7 +135,8 @@ def table_fingerprint(table: CalibrationTable) -> str:
     return digest.hexdigest()
 
 
-def _without_folders(evaluation: str) -> str:
+def without_folders(evaluation: str) -> str:
+    """An evaluation without the folders that its file lies in."""
     kind, colon, argument = evaluation.partition(":")
     return f"{kind}{colon}{PurePath(argument).name}"
 

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 from numpy.typing import NDArray
 
+from quantdiff.analysis.sweep.identity import without_folders
 from quantdiff.analysis.sweep.record import Record, read_record
 from quantdiff.analysis.sweep.results import RESULTS, Row, current_rows, read_items, read_rows
 
@@ -31,7 +32,8 @@ class SweepResults:
             calibration, `cells`, `asked` (those of the last call), `definitions` and `requests`
             (not in folders of earlier versions), `versions`, `commands`.
         rows: the lines of `results.jsonl` that count, as they stand there, in the order of the
-            grid; of a cell that failed several times the last one.
+            grid; of a cell that failed several times the last one. An evaluation whose file was
+            named in several ways has its first name, also in `record`.
         labels: evaluation -> what it is called, where it is to be told from others than those of
             the rows too.
     """
@@ -50,8 +52,18 @@ class SweepResults:
         """
         folder = Path(folder)
         record = read_record(folder)
+        names = _first_names(record)
         found = current_rows(read_rows(folder / RESULTS))
-        return cls(folder, record, [row for cell in record["cells"] for row in found.get(cell, [])])
+        rows = [row for cell in record["cells"] for row in found.get(cell, [])]
+        for row in rows:
+            row["eval"] = names.get((row["model"], row["eval"]), row["eval"])
+        for model, about in record["models"].items():
+            about["evaluations"] = {
+                name: told
+                for name, told in about["evaluations"].items()
+                if names[model, name] == name
+            }
+        return cls(folder, record, rows)
 
     @property
     def models(self) -> list[str]:
@@ -104,6 +116,17 @@ class SweepResults:
         from quantdiff.analysis.notebook import to_html
 
         return to_html(self)
+
+
+def _first_names(record: Record) -> dict[tuple[str, str], str]:
+    """(model, evaluation) -> the name under which the model's cells of it were first asked for."""
+    names = {}
+    for model, about in record["models"].items():
+        first: dict[tuple[str, str], str] = {}
+        for name, told in about["evaluations"].items():
+            key = without_folders(name), told["data"]
+            names[model, name] = first.setdefault(key, name)
+    return names
 
 
 def _spread(options: dict[str, Any]) -> dict[str, Any]:

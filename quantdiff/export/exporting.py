@@ -33,7 +33,8 @@ from quantdiff.export.sidecar import (
 from quantdiff.export.verifying import verify
 from quantdiff.files import staged_folder, write_bytes
 from quantdiff.models import describe
-from quantdiff.models.checks import INDEX, library_errors
+from quantdiff.models.checkpoint import INDEX
+from quantdiff.models.checks import library_errors
 from quantdiff.models.converting_files import TOKENIZER, readable
 from quantdiff.models.quanto import MAP
 from quantdiff.models.quiet import quiet_libraries

@@ -38,7 +38,8 @@ def check_source(out: Path, model: Any) -> None:
         UsageError: `out` is that folder.
     """
     source = getattr(model.config, "name_or_path", "")
-    if source and Path(source).resolve() == out.resolve():
+    # A hub id may be spelled like the folder; it is one where such a folder is there.
+    if source and Path(source).is_dir() and Path(source).resolve() == out.resolve():
         raise UsageError(f"{out} is the source itself; choose another --out")
 
 

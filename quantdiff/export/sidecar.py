@@ -24,7 +24,7 @@ from torch import Tensor
 from quantdiff.errors import UsageError
 from quantdiff.export.ranges import RangeTable
 from quantdiff.files import write_bytes, write_json
-from quantdiff.models.checks import INDEX, WEIGHTS
+from quantdiff.models.checkpoint import INDEX, WEIGHTS
 from quantdiff.models.schemes import SIDECAR
 from quantdiff.quantization import Scheme
 from quantdiff.statistics.storage import read_content

@@ -6,8 +6,10 @@ from typing import Any
 
 from quantdiff.errors import UsageError
 
-__all__ = ["Checkpoint", "checkpoint_on_disk"]
+__all__ = ["INDEX", "WEIGHTS", "Checkpoint", "checkpoint_on_disk"]
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GGUF_MAGIC = b"GGUF"
 
 

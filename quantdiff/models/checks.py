@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from quantdiff.errors import UsageError
-from quantdiff.models.checkpoint import Checkpoint
+from quantdiff.models.checkpoint import INDEX, WEIGHTS, Checkpoint
 
 __all__ = [
     "check_architecture",
@@ -29,8 +29,6 @@ __all__ = [
     "library_errors",
 ]
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Pickles that a trainer leaves beside the weights and that hold none.
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantdiff.errors import UsageError
-from quantdiff.models.checks import BUFFERS, INDEX, NOT_WEIGHTS, PICKLES, WEIGHTS, library_errors
+from quantdiff.models.checkpoint import INDEX, WEIGHTS
+from quantdiff.models.checks import BUFFERS, NOT_WEIGHTS, PICKLES, library_errors
 
 __all__ = [
     "CARD",

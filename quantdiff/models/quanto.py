@@ -9,8 +9,8 @@ from safetensors import safe_open
 
 import quantdiff.models.diff_v2  # noqa: F401  (quanto builds it from the config alone)
 from quantdiff.errors import UsageError
-from quantdiff.models.checkpoint import Checkpoint
-from quantdiff.models.checks import INDEX, WEIGHTS, check_keys, check_weight_files, library_errors
+from quantdiff.models.checkpoint import INDEX, WEIGHTS, Checkpoint
+from quantdiff.models.checks import check_keys, check_weight_files, library_errors
 
 __all__ = ["MAP", "open_model"]
 

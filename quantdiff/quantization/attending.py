@@ -85,6 +85,7 @@ class AttentionSites:
         self._clipping, self._beside = clipping, beside
         self._handles: list[Any] = []
         self._checked: set[str] = set()
+        self._alone: set[str] = set()  # checked with one key, where logits do not matter
         self._forwards: list[Heads] = []
         self._differentiable = False
         # Whether attention may be computed outside of transformers' dispatch.
@@ -208,7 +209,7 @@ class AttentionSites:
             return output
         now.dispatching = True
         logits = read_call(call, now, cross=cross)
-        if name not in self._checked:
+        if not self._is_known(name, logits):
             self._check_known(name, real(), logits, value)
         now.dispatching = False
         again = now.turn(name, call.query, call.key) is None
@@ -257,12 +258,12 @@ class AttentionSites:
         now.fired[name + _ATTENDED] += 1
         place = name if part is None else f"{name} (branch {part.branch})"
         if isinstance(call, FlashCall):
-            if place not in self._checked:
+            if not self._is_known(place, logits):
                 theirs = call.unshaped(call.compute()[0])
                 self._check_known(place, theirs.transpose(1, 2), logits, call.value)
             return call.shaped(self._attend(name, logits, call.value, now, part, again=call.again))
         value = call.value if call.value.dim() == 4 else call.value[:, None]
-        if place not in self._checked:
+        if not self._is_known(place, logits):
             output = call.compute()
             output = output if output.dim() == 4 else output[:, None]
             self._check_known(place, output.transpose(1, 2), logits, value)
@@ -298,10 +299,17 @@ class AttentionSites:
 
         return forward
 
+    def _is_known(self, name: str, logits: Logits) -> bool:
+        """Whether a module needs no check in this call."""
+        alone = logits.key.shape[2] == 1
+        return name in self._checked or (alone and name in self._alone)
+
     def _check_known(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
         """Once a module: nothing happens between its queries and its values that is not known."""
         if check_familiar(name, output, logits, value):
             self._checked.add(name)
+        elif logits.key.shape[2] == 1:
+            self._alone.add(name)
 
     def _attend(
         self,

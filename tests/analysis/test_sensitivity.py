@@ -50,6 +50,8 @@ def test_the_layer_with_outliers_is_first():
     assert found.correlation(found, 4) == pytest.approx(1)
     assert list(found.frame().columns) == ["layer", "bits", "cost"]
     assert len(found.frame()) == 6
+    alone = measure_sensitivity(cost_of(model), SCHEME, [1], (8, 4, 2))
+    assert alone.costs == {1: found.costs[1]}
 
 
 def test_mixed_bits_beat_uniform_ones_at_the_same_budget():

@@ -56,7 +56,7 @@ class BareTable:
     def range(self, scheme, name):
         return np.full(4, -9.0, np.float32), np.full(4, 9.0, np.float32)
 
-    def check_model(self, sites):
+    def check_model(self, sites, modules):
         pass
 
 

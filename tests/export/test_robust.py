@@ -157,6 +157,13 @@ def test_the_source_itself_is_not_overwritten(save, tmp_path, monkeypatch):
     save(tiny_llama(), overwrite=True)
 
 
+def test_a_folder_may_be_called_like_a_model_of_the_hub(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_llama()
+    model.config.name_or_path = "out"
+    assert (save(model) / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("size", ["5 GiB", "big", "", "-1GB", "0MB", "nanGB", 0, -5])
 def test_shard_sizes_are_checked_before_any_work(save, tmp_path, size):
     steps = []

@@ -81,6 +81,6 @@ def test_what_is_known_is_looked_at_once(monkeypatch):
     for model, ids in ((llama, tiny_ids()), (plain, IDS % 50)):
         looked.clear()
         with fake_quantize(model, SCHEME):
-            for part in (ids[:, :1], ids, ids):
+            for part in (ids[:, :1], ids[:, :1], ids, ids):
                 model(part)
         assert len(looked) == 4  # two layers, by one token and by all

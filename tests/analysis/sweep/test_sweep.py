@@ -162,6 +162,12 @@ class TestGoingOn:
         again = small([live], evaluations=("choice:questions.jsonl",), note=notes.append)
         assert notes == ["2 of 2 cells are finished already"]
         assert again.rows == results.rows
+        # What is added under the other name belongs to the same evaluation.
+        more = small([live], bits=(16, 3), evaluations=("choice:questions.jsonl",))
+        assert {row["eval"] for row in more.rows} == {here}
+        (about,) = more.record["models"].values()
+        assert list(about["evaluations"]) == [here]
+        assert 3 in {row["bits"] for row in more.rows}
         # The last lines of it are others, and so are the cells.
         assert small([live], evaluations=(f"{there}@2",)).rows[-1]["cell"] not in {
             row["cell"] for row in results.rows
