@@ -52,17 +52,9 @@ class SweepResults:
         """
         folder = Path(folder)
         record = read_record(folder)
-        names = _first_names(record)
         found = current_rows(read_rows(folder / RESULTS))
         rows = [row for cell in record["cells"] for row in found.get(cell, [])]
-        for row in rows:
-            row["eval"] = names.get((row["model"], row["eval"]), row["eval"])
-        for model, about in record["models"].items():
-            about["evaluations"] = {
-                name: told
-                for name, told in about["evaluations"].items()
-                if names[model, name] == name
-            }
+        _unite_names(record, rows)
         return cls(folder, record, rows)
 
     @property
@@ -118,15 +110,20 @@ class SweepResults:
         return to_html(self)
 
 
-def _first_names(record: Record) -> dict[tuple[str, str], str]:
-    """(model, evaluation) -> the name under which the model's cells of it were first asked for."""
-    names = {}
+def _unite_names(record: Record, rows: list[Row]) -> None:
+    """Let an evaluation have the name under which a model's cells of it were first asked for."""
     for model, about in record["models"].items():
         first: dict[tuple[str, str], str] = {}
-        for name, told in about["evaluations"].items():
-            key = without_folders(name), told["data"]
-            names[model, name] = first.setdefault(key, name)
-    return names
+        kept, names = {}, {}
+        for name, told in about.get("evaluations", {}).items():
+            names[name] = first.setdefault((without_folders(name), told["data"]), name)
+            kept.setdefault(names[name], told)
+        if len(kept) == len(names):
+            continue
+        about["evaluations"] = kept
+        for row in rows:
+            if row["model"] == model:
+                row["eval"] = names.get(row["eval"], row["eval"])
 
 
 def _spread(options: dict[str, Any]) -> dict[str, Any]:
