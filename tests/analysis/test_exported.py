@@ -1,4 +1,6 @@
-"""What a checkpoint costs is not measured on the text that anything in it was calibrated on."""
+"""What a checkpoint costs, and that it is not measured on what anything in it was calibrated on."""
+
+import math
 
 import pytest
 
@@ -8,6 +10,7 @@ from quantdiff.analysis.exported import export_table, measuring
 from quantdiff.calibration import text_windows
 from quantdiff.errors import UsageError
 from quantdiff.export import Exported
+from tests.analysis.evaluation.conftest import plain_logits
 from tests.tiny import tiny_llama, tiny_tokenizer
 
 RANGES = "the static ranges"
@@ -43,6 +46,31 @@ def test_however_much_of_the_text_is_taken(texts, tokens, seq_len):
 def test_a_text_under_another_name(texts):
     with pytest.raises(UsageError, match=r"text that the weights were calibrated on \(.*copy\."):
         measure(texts / "copy.txt", calibrated(texts / "a.txt").data, what="the weights")
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_is_that_of_a_plain_loop(texts, batch_size):
+    source, copy = tiny_llama(), tiny_llama(seed=1)  # as far apart as it gets
+    windows = text_windows(str(texts / "c.txt"), tiny_tokenizer(), tokens=64, seq_len=16)
+    text = Text(str(texts / "c.txt"), 64, 16)
+    run, _ = measuring(source, tiny_tokenizer(), text, batch_size=batch_size)
+    found = run(copy)
+    nll, kl, same = {"source": 0.0, "copy": 0.0}, 0.0, []
+    for window in windows.windows:
+        p, q = (plain_logits(model, window).log_softmax(-1) for model in (source, copy))
+        for i, token in enumerate(window[1:].tolist()):
+            nll["source"] -= float(p[i, token])
+            nll["copy"] -= float(q[i, token])
+            kl += sum(float(a.exp() * (a - b)) for a, b in zip(p[i], q[i], strict=True))
+            same.append(int(p[i].argmax()) == int(q[i].argmax()))
+    count = len(same)
+    assert count == 4 * 15
+    before, after = (math.exp(nll[name] / count) for name in ("source", "copy"))
+    assert before != pytest.approx(after, rel=0.01)
+    assert found["source"] == {"perplexity": pytest.approx(before, rel=1e-5)}
+    assert found["perplexity"] == pytest.approx(after, rel=1e-5)
+    assert found["kl"] == pytest.approx(kl / count, rel=1e-5)
+    assert found["agreement"] == sum(same) / count
 
 
 def test_small_losses_do_not_read_as_none():

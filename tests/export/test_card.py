@@ -35,6 +35,26 @@ def test_the_source_s_size_is_that_of_the_model_as_loaded(save):
     assert "as loaded (float32)" in card(save(tiny_llama(), "bnb-nf4", name="other"))
 
 
+def test_the_size_is_that_of_all_shards(save):
+    model = tiny_llama()
+    folder = save(model, max_shard_size="30KB")
+    shards = list(folder.glob("model*.safetensors"))
+    assert len(shards) > 2
+    size = sum(path.stat().st_size for path in shards)
+    assert read_sidecar(folder).content["size"]["bytes"] == size > 2 * model.num_parameters()
+    assert f" | {size / 1e6:,.1f} MB |" in card(folder)
+
+
+def test_what_is_kept_is_no_share_of_what_is_quantized(save):
+    """Neither the output embedding nor DIFF V2's λ, which are linear modules too."""
+    folder = save(tiny_diff_v2(), "bnb-nf4")
+    attention, mlp = (64 + 16 + 16 + 32) * 32, 3 * 48 * 32
+    quantized = 2 * (attention + mlp)
+    rest = 2 * 266 * 32 + 2 * 2 * 32 + 5 * 32  # embeddings, λ, norms
+    assert read_sidecar(folder).content["export"]["share"] == quantized / (quantized + rest)
+    assert ": 50% of the parameters" in card(folder)
+
+
 def test_where_static_ranges_come_from(save):
     """Also of an export that was made with the ranges of another one's sidecar."""
     model = tiny_llama()

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure as Drawn
 from matplotlib.text import Text
 
 import quantdiff
-from quantdiff.analysis.published import FIGURE_8, TABLE_5
+from quantdiff.analysis.published import FIGURE_8
 from quantdiff.analysis.report import Figure, Table, Warned, read_table, write_report
+from quantdiff.analysis.report.cells import columns
 from quantdiff.analysis.sweep.record import read_record, write_record
 from quantdiff.analysis.sweep.results import ResultsFile
 from tests.analysis.compare.conftest import (
@@ -40,6 +41,11 @@ def parts(report, kind):
 
 def by_key(comparison):
     return {part.key: part for part in comparison.tables().tables}
+
+
+def written(part):
+    """A table as people read it: heading -> the texts of its column."""
+    return {column.heading: column.cells for column in columns(part)}
 
 
 def with_figures(comparison):
@@ -114,18 +120,61 @@ class TestReport:
                 assert getattr(row, f"bits_{bits}") == values[row.model, "nll", bits]
                 assert getattr(row, f"bits_{bits}_stderr") == 0.1
 
+    def test_differences_are_written_with_their_signs_and_what_they_exclude(self, tmp_path):
+        told = {"evaluations": {"perplexity": evaluated("perplexity")}}
+        tokens, nll = np.full(6, 10), np.arange(40.0, 46.0)
+        # A token: −2 ± 0.2 and 0.5 ± 2. Of six the standard errors are 0.2·√(6/5)/√6 = 0.08944 and
+        # 0.8944, and Student's t, beyond which 2.5 % lie, is 2.5706: ± 0.2299 and ± 2.299.
+        swing = np.array([1, -1] * 3)
+        items = {"a": nll, "b": nll - 20 + 2 * swing, "c": nll + 5 + 20 * swing}
+        cells = [(m, "perplexity", 16, {"nll": x, "tokens": tokens}) for m, x in items.items()]
+        folder = write_sweep(tmp_path / "s", dict.fromkeys(items, told), cells)
+        found = by_key(quantdiff.compare(folder))["differences-models-perplexity"]
+        assert written(found) == {
+            "scheme": ["not quantized"] * 2, "bits": ["16", "16"], "model": ["b", "c"],
+            "difference": ["-2.00", "+0.500"], "95 % from": ["-2.23", "-1.80"],
+            "to": ["-1.77", "+2.80"], "excludes 0": ["yes", "no"],
+        }  # fmt: skip
+
+    def test_maps_are_written_under_their_headings(self, compared, trio):
+        found = written(by_key(compared)["maps"])
+        whose = list(zip(found["model"], found["kind"], strict=True))
+        assert len(whose) == 1 + 3 + 3
+        for place, (model, kind) in enumerate(whose):
+            heads = trio[["plain", "v1", "v2"].index(model)].maps_frame()
+            heads = heads[heads["kind"] == kind]
+            least, most = heads["context_rms_min"].min(), heads["context_rms_max"].max()
+            assert found["RMS, least"][place] == f"{least:.3f}"
+            assert found["most"][place] == f"{most:.3f}"
+            assert least < float(found["median"][place]) < most
+            for heading, name, over in (
+                ("Σw", "row_sum", "rows"), ("first token", "sink", "sink_rows"),
+                ("entropy", "entropy", "rows"),
+            ):  # fmt: skip
+                mean = np.average(heads[name].astype(float), weights=heads[over].astype(float))
+                assert found[heading][place] == f"{mean:.3f}"
+
     def test_published_numbers_stand_apart(self, trio, swept):
         found = by_key(quantdiff.compare(*trio, swept))
         assert [key for key, part in found.items() if getattr(part, "published", False)] == [
             "table-5", "figure-8",
         ]  # fmt: skip
-        printed = found["table-5"].frame
-        assert printed["top1"].tolist() == [row.ranks[1] for row in TABLE_5]
-        assert printed["median"].tolist() == [row.median for row in TABLE_5]
         assert "2410.05258" in found["table-5"].caption
-        shown = found["figure-8"].frame.set_index("model")
-        for model, values in FIGURE_8.items():
-            assert shown.loc[model, "bits_4"] == values[4]
+        assert written(found["table-5"]) == {
+            "model": ["Transformer", "DIFF", "Transformer", "DIFF"],
+            "activation": [*["attention logits"] * 2, *["hidden states"] * 2],
+            "top-1": ["318.0", "38.8", "3608.6", "1688.2"],
+            "top-2": ["308.2", "38.8", "3607.4", "1672.5"],
+            "top-3": ["304.9", "37.3", "3603.6", "1672.1"],
+            "top-10": ["284.7", "32.0", "3552.1", "1624.3"],
+            "top-100": ["251.5", "27.4", "2448.2", "740.9"],
+            "median": ["5.4", "3.3", "0.6", "1.2"],
+        }
+        assert written(found["figure-8"]) == {
+            "model": ["DIFF-3B", "Transformer-3B"],
+            "16 bits": ["0.662", "0.634"], "8 bits": ["0.663", "0.627"],
+            "6 bits": ["0.660", "0.589"], "4 bits": ["0.588", "0.339"],
+        }  # fmt: skip
 
     def test_published_lines_are_drawn_on_request(self, swept):
         for published in (False, True):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import quantdiff
+from quantdiff.analysis.compare.paired import intervals
 from quantdiff.analysis.sweep import SweepResults
 from quantdiff.analysis.sweep.record import read_record, write_record
 from quantdiff.analysis.sweep.results import ResultsFile
@@ -63,14 +64,22 @@ class TestOutliers:
             "token place": lambda x: x.token, "token": lambda x: (x.sequence, x.token),
             "channel of a token": lambda x: (x.sequence, x.token, x.channel),
         }  # fmt: skip
+        names = {
+            "head": "L{0}H{1}", "key token": "{1} of sequence {0}", "token": "{1} of sequence {0}",
+            "channel of a token": "{2} at {0}:{1}",
+        }  # fmt: skip
         for (model, activation, place), row in frame.iterrows():
             items = getattr(trio[["plain", "v1", "v2"].index(model)], activation).top(100)
             counted = Counter(keys[place](item) for item in items).most_common(3)
             assert row["kept"] == len(items) == 100
             assert row["distinct"] == len({keys[place](item) for item in items})
             assert row["share"] == counted[0][1] / len(items)
-            counts = [int(part.rpartition("(")[2].rstrip(")")) for part in row["most"].split(", ")]
-            assert counts == [count for _, count in counted]
+            told = [
+                names.get(place, "{0}").format(*(at if isinstance(at, tuple) else (at,)))
+                for at, _ in counted
+            ]
+            fullest = zip(told, counted, strict=True)
+            assert row["most"] == ", ".join(f"{name} ({count})" for name, (_, count) in fullest)
         assert len(frame) == 3 * 10
 
     def test_massive_activations_are_one_channel_of_one_token(self):
@@ -123,6 +132,14 @@ class TestDifferential:
             assert row.lower <= row.context_rms_min * (1 + 1e-6)
             assert row.context_rms_max <= row.upper * (1 + 1e-6)
             assert row.context_rms_min <= row.context_rms_median <= row.context_rms_max
+            norms = []  # of every row, as the middle of its bin
+            for site in trio[["plain", "v1", "v2"].index(row.model)].maps:
+                if site.kind == row.kind:
+                    bins = site.context_rms.counts.sum((0, 1))
+                    norms += np.repeat(site.context_rms.midpoints(), bins).tolist()
+                    norms += [0.0] * int(site.context_rms.zeros.sum())
+            assert len(norms) == row.rows
+            assert row.context_rms_median == pytest.approx(np.median(norms))
         v1 = compared.maps().set_index(["model", "kind"]).loc[("v1", "difference")]
         assert v1["upper"] == math.sqrt(1 + max(trio[1].model["lambda"]) ** 2)
 
@@ -145,8 +162,11 @@ class TestDifferences:
                 row.baseline, kind, row.bits)  # fmt: skip
             of, less = (items[names[row.metric]].astype(float)
                         for items in (model, cells[baseline]))  # fmt: skip
-            total = model["tokens"].sum() if kind == "perplexity" else len(of)
-            assert row.difference == pytest.approx((of - less).sum() / total, abs=1e-12)
+            weights = model.get("tokens", np.ones(len(of))).astype(float)
+            expected = (of - less).sum() / weights.sum()
+            assert row.difference == pytest.approx(expected, abs=1e-12)
+            ends = intervals((of - less)[:, None], weights)[:, 0]  # of this pair alone
+            assert [row.low, row.high] == pytest.approx(ends.tolist(), abs=1e-12)
             assert row.low <= row.high
             assert row.excludes_0 == (row.low > 0 or row.high < 0)
             assert row.n == len(of)

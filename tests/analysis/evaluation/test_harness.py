@@ -8,12 +8,14 @@ import logging
 import random
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import CompileConfig
 
 from quantdiff import MissingExtraError, QuantizationError, Scheme, UsageError, fake_quantize
 from quantdiff.analysis.evaluation import Stopped, evaluation
@@ -26,6 +28,7 @@ from tests.analysis.evaluation.conftest import (
     write_rows,
     write_task,
 )
+from tests.conftest import needs
 from tests.tiny import tiny_llama, tiny_tokenizer
 
 ROLLING = """
@@ -124,6 +127,24 @@ def test_generation_is_lm_evals(tokenizer, tmp_path, questions):
     assert run(model, tokenizer, path, 5, context).metrics[0].count == len(QUESTIONS)
 
 
+def test_generation_is_never_compiled(tokenizer, tmp_path, questions, monkeypatch):
+    """transformers does that on a GPU where a model asks for a static cache: hooks are lost."""
+    model = tiny_llama(max_position_embeddings=1024)
+    model.generation_config.cache_implementation = "static"
+    model.generation_config.compile_config = CompileConfig()
+    model.generation_config.compile_config._compile_all_devices = True
+    compiled = []
+    monkeypatch.setattr(model, "get_compiled_call", lambda how: compiled.append(how) or model)
+    ids = torch.tensor([[5, 6, 7]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, pad_token_id=1)
+    assert compiled
+    compiled.clear()
+    path = write_task(tmp_path, questions, template=GENERATION)
+    context = functools.partial(fake_quantize, model, Scheme("attention_logits", bits=4))
+    assert run(model, tokenizer, f"{path}@2", 2, context).metrics[0].count == 2
+    assert not compiled
+
+
 @contextlib.contextmanager
 def short_ruler():
     """The file of lm-eval's `niah_single_1`: two questions of at most 700 tokens, of few words.
@@ -154,9 +175,9 @@ def short_ruler():
         sys.modules[name] = kept
 
 
+@needs(find_spec("wonderwords") is not None, "needs lm-eval[ruler]")
 def test_questions_made_of_random_numbers_are_the_same_again(tokenizer):
     """A sweep that goes on compares their fingerprints."""
-    pytest.importorskip("wonderwords")
     model, made = tiny_llama(max_position_embeddings=1024), []
     for seed in (1, 2):
         random.seed(seed)

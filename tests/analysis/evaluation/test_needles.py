@@ -139,6 +139,43 @@ def test_a_model_that_copies_finds_them_all(model, tokenizer, few):
     assert [metric.value for metric in made.run(batch_size=4).metrics] == [1.0, 1.0]
 
 
+class Elsewhere(Copying):
+    """It knows the right number, but half of the texts it would not go on with a number at all."""
+
+    def __call__(self, sequences, spans):
+        wanted = super().__call__(sequences, spans)
+        rows = (s for s, span in zip(sequences, spans, strict=True) for _ in range(*span))
+        for ids, row, column in zip(rows, wanted.rows, wanted.columns, strict=True):
+            if self.is_lost(ids.tolist()):
+                wanted.logits[row, column, 0] = 10
+        return wanted
+
+    @staticmethod
+    def is_lost(ids):
+        return sum(ids[:20]) % 2 == 0
+
+
+def test_what_is_known_is_not_always_written(model, tokenizer, few):
+    made = evaluation("needles:2,1@260,300", model, tokenizer)
+    made.forward = Elsewhere(made.forward)
+    outcome = made.run(batch_size=4)
+    written: dict[tuple[int, int], list[bool]] = {}  # by length and sample
+    for text in made.texts:
+        lost = Elsewhere.is_lost(text.pairs[0][0].context)
+        written.setdefault((text.length, text.sample), []).append(not lost)
+    by_text = np.array([np.mean(each) for each in written.values()])
+    assert 0 < by_text.mean() < 1
+    assert by_text.std() > 0
+    acc, exact = outcome.metrics
+    assert (acc.name, acc.value, acc.stderr) == ("acc", 1.0, 0.0)
+    assert (exact.name, exact.count) == ("exact", made.total)
+    assert exact.value == pytest.approx(by_text.mean())
+    assert exact.stderr == pytest.approx(by_text.std(ddof=1) / len(by_text) ** 0.5)
+    assert outcome.items["exact"].tolist() == [
+        not Elsewhere.is_lost(text.pairs[0][0].context) for text in made.texts
+    ]
+
+
 def test_within_fake_quantize(tokenizer, few):
     model = tiny_llama(max_position_embeddings=1024)
     made = evaluation("needles:2,1@260", model, tokenizer)

@@ -338,6 +338,16 @@ class TestFigure:
         line = plot_sweep(swept).axes[0].containers[1].lines[0]
         assert list(line.get_ydata()) == list(data.query("model == 'diff'")["value"])
 
+    def test_bars_are_one_standard_error_to_both_sides(self, results):
+        swept = results(made_up(["plain", "diff"], WAYS[:1]))
+        data = sweep_figure_data(swept)
+        (ax,) = self.axes(plot_sweep(swept))
+        for model, drawn in zip(("plain", "diff"), ax.containers, strict=True):
+            mine = data[data["model"] == model]
+            assert (mine["stderr"] == mine["value"] / 20).all()
+            ends = [segment[:, 1].tolist() for segment in drawn.lines[2][0].get_segments()]
+            assert ends == [pytest.approx([0.95 * value, 1.05 * value]) for value in mine["value"]]
+
     def test_published_lines_are_drawn_on_demand(self, results):
         swept = results(made_up(["m"], WAYS[:1], ["acc"], "choice:b.jsonl"))
         assert not self.labels(plot_sweep(swept))
