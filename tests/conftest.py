@@ -15,6 +15,14 @@ settings.register_profile("long", deadline=None, max_examples=2000)  # --hypothe
 settings.load_profile("quantdiff")
 
 
+def needs(there: bool, reason: str) -> pytest.MarkDecorator:
+    """Skip where something is missing, but not in continuous integration, which has it all.
+
+    A green run of it must not be one without: there, what is missing makes the test fail.
+    """
+    return pytest.mark.skipif(not there and not os.environ.get("CI"), reason=reason)
+
+
 @pytest.fixture(autouse=True)
 def _flex_attention_in_its_plain_form():
     """Tiny models have narrow heads, for which torch's compiled flex_attention is wrong.

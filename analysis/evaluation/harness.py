@@ -152,6 +152,10 @@ def _language_model(
                 progress(len(part))
             return answers
 
+        def _model_generate(self, *given: Any, **options: Any) -> Any:
+            # On a GPU transformers compiles the model for a static cache, past all hooks.
+            return super()._model_generate(*given, **options | {"disable_compile": True})
+
         def tok_batch_encode(
             self, strings: Any, *given: Any, left_truncate_len: int | None = None, **options: Any
         ) -> Any:

@@ -73,7 +73,10 @@ class Reference:
         self._rows += len(wanted.rows)
         if self.kept == "inputs":
             assert self._entered is not None
-            self._inputs.append(self._entered[wanted.rows, wanted.columns].cpu())
+            # The head may lie on another device than what it is given, as may the logits.
+            device = self._entered.device
+            rows, columns = wanted.rows.to(device), wanted.columns.to(device)
+            self._inputs.append(self._entered[rows, columns].cpu())
             return
         try:
             if self._file is None:
@@ -107,7 +110,8 @@ class Reference:
             return False
         if entered.shape[-1] != self._weight.shape[1] or entered.dtype != self._weight.dtype:
             return False
-        ours = F.linear(entered, self._weight, self._bias)
+        ours = F.linear(entered.to(self._weight.device), self._weight, self._bias)
+        ours = ours.to(logits.device)
         if ours.shape != logits.shape or ours.dtype != logits.dtype:
             return False
         gap, size = (ours - logits).abs().max(), logits.abs().max()

@@ -5,11 +5,13 @@ keys, padding left out, rows of padded queries zero.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quantdiff.attention import flash
 from quantdiff.errors import UsageError
@@ -104,6 +106,11 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor 
         mask = _with_diagonal(rows, keys, kept)
     elif 1 < rows < keys:
         mask = visible(rows, keys, None, query.device)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        # torch's one fused kernel for these knows no groups; without it (N, M) is materialised.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        grouped = False
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -111,7 +118,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor 
         attn_mask=mask,
         is_causal=mask is None and rows > 1,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=grouped,
     )
 
 
@@ -134,14 +141,17 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor 
     mask = create_block_mask(mask_mod, batch, None, rows, keys, device=query.device)
     # On a CPU its plain form: compiling takes longer there than most runs.
     function: Callable[..., Tensor] = flex_attention if cpu else _compiled_flex()
-    return function(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    # It does not run under a mode such as the one by which a recording looks for flash-attn. Code
+    # that is being compiled meets none.
+    with nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
+        return function(
+            query,
+            key,
+            value,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
 
 _COMPILED: list[Callable[..., Tensor]] = []

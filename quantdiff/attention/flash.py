@@ -50,11 +50,11 @@ def _four(qk: int, v: int, major: int) -> bool:
 
 
 def _three(qk: int, v: int, major: int) -> bool:
-    return _fits(qk) and (v == qk or (major == 9 and qk <= 64 and _fits(v, 512)))
+    return major >= 8 and _fits(qk) and (v == qk or (major == 9 and qk <= 64 and _fits(v, 512)))
 
 
 def _two(qk: int, v: int, major: int) -> bool:
-    return _fits(qk) and v == qk
+    return major >= 8 and _fits(qk) and v == qk
 
 
 # Newest first.

@@ -96,8 +96,8 @@ def _check_ties(model: Any) -> None:
 def copy_of(model: Any, dtype: torch.dtype | None = None, **options: Any) -> Any:
     """A model of the same class, config and weights, with nothing that was done to the live one.
 
-    Its attention implementation is the default one, which is what a loader gives. Weights that
-    need no change share their memory with the live model's.
+    Its attention implementation is the default one, which is what a loader gives. It lies on the
+    live model's device, and weights that need no change share their memory with the live model's.
 
     Args:
         model: checked by `check_exportable`.
@@ -110,6 +110,9 @@ def copy_of(model: Any, dtype: torch.dtype | None = None, **options: Any) -> Any
     # By way of the dictionary, which leaves out what belongs to the live model alone. A quantizer
     # that is left in the config of plain weights is that of a GGUF file they were unpacked from.
     settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    if model.device.type != "cpu":
+        # Else transformers builds it on the CPU, whose logits are not to the bit those of a loader.
+        options = _placed(model.device) | options
     with quiet_libraries(), library_errors(f"{type(model).__name__} cannot be copied"):
         copy, report = type(model).from_pretrained(
             None,
@@ -122,6 +125,8 @@ def copy_of(model: Any, dtype: torch.dtype | None = None, **options: Any) -> Any
         )
         # Adapters and parametrizations, for example, have other names.
         check_keys(type(model).__name__, report)
+    if copy.device != model.device:
+        copy.to(model.device)
     copy.eval()
     if getattr(model, "generation_config", None) is not None:
         # Whole: it knows that it is as it was loaded, or transformers would refuse to save what
@@ -217,16 +222,20 @@ def transformers_load(
     folder: Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
 ) -> Any:
     """Open a folder with transformers alone."""
-    options: dict[str, Any] = {}
-    if importlib.util.find_spec("accelerate") is not None:
-        options["device_map"] = {"": device}
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
-        **options,
+        **_placed(device),
     )
     if model.device != device:
         model.to(device)
     return model.eval()
+
+
+def _placed(device: torch.device) -> dict[str, Any]:
+    """Keywords of `from_pretrained` that build a model on a device, which needs accelerate."""
+    if importlib.util.find_spec("accelerate") is None:
+        return {}
+    return {"device_map": {"": device}}

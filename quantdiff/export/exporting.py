@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantdiff.errors import UsageError, VerificationError
@@ -145,7 +146,8 @@ def export(
         asked = None if table is None else AskedTable(table)
         logits, measured = _computed(copy, passage, schemes, asked, measure)
         del copy
-        gc.collect()  # the check loads it a second time
+        gc.collect()  # the check loads it a second time,
+        torch.cuda.empty_cache()  # in another process, which gets nothing of this one's cache
         described = describe(model)
         result = Exported(
             folder=str(out),

@@ -41,11 +41,15 @@ def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> boo
             f"the attention of {name} gives {tuple(theirs.shape)} where {tuple(ours.shape)} is "
             "known"
         )
+    close = _CLOSE.get(query.dtype, 5e-2)
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    if query.is_cuda and query.dtype == torch.float32 and tf32:
+        close = _CLOSE[torch.float16]  # TF32 has as many digits
     real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
     gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
     size = torch.where(real, theirs.float().abs(), 0.0).max()
     # A NaN passes here: it is refused where it is quantized, in other words.
-    if float(gap) > _CLOSE.get(logits.query.dtype, 5e-2) * (1e-3 + float(size)):
+    if float(gap) > close * (1e-3 + float(size)):
         raise QuantizationError(
             f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "
             "the values; something in between is not known to quantdiff"

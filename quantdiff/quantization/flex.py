@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quantdiff.quantization.grid import Grid
 from quantdiff.quantization.softmax import Softmax
@@ -19,6 +20,10 @@ from quantdiff.statistics.precision import true_fp32
 __all__ = ["attend", "may_overflow", "takes"]
 
 BLOCK = 128  # rows and keys of a block of the mask, as flex attention wants it
+NARROWEST = 16  # head width that flex attention takes on a GPU
+# A graph for each kind of call: precision, groups, soft cap, sinks, widths. Of several models there
+# are soon more than dynamo's 8, beyond which flex attention would silently materialise n×n logits.
+GRAPHS = 64
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | None = None) -> bool:
@@ -27,6 +32,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | Non
     return (
         q.is_cuda
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and min(q.shape[-1], v.shape[-1]) >= NARROWEST
         and isinstance(softmax.grid, Grid)
         and softmax.clipped is None
         and softmax.maps is None
@@ -80,7 +86,8 @@ def attend(
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j >= start[b, i]) & (j < stop[b, i])
 
-    with true_fp32():
+    # Compiled code does not run under a mode of others, such as one that looks for flash-attn.
+    with true_fp32(), _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=GRAPHS):
         out = _flex()(
             q, k, v, score_mod=score_mod, scale=1.0, enable_gqa=groups != heads,
             return_lse=sinks is not None,

@@ -25,6 +25,7 @@ from quantdiff.quantization.logits import softmax_of
 from quantdiff.quantization.scheme import Scheme
 from quantdiff.quantization.softmax import Softmax
 from quantdiff.quantization.table import Table
+from quantdiff.statistics.blocks import GPU_SHIFT
 from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["Energies", "NoiseRecorder", "decibels"]
@@ -181,7 +182,8 @@ def _blocks(
     start, stop = visible.start[b].to(q.device), visible.stop[b].to(q.device)
     column = torch.arange(k.shape[1], device=q.device)
     k = k.repeat_interleave(heads // len(k), 0)
-    step = max(1, BLOCK_ELEMENTS // (heads * k.shape[1]))
+    block = BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS << GPU_SHIFT
+    step = max(1, block // (heads * k.shape[1]))
     for first in range(0, rows, step):
         last = min(first + step, rows)
         with true_fp32():

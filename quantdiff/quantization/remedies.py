@@ -101,9 +101,10 @@ def rotated(model: Any, batch: Mapping[str, Any] | None = None, *, seed: int = 0
                 for reader in block.readers.values():
                     reader.weight.data = _times(reader.weight, q)
             for writer in parts.writers.values():
-                writer.weight.data = (q.T @ writer.weight.double()).to(writer.weight)
+                turn = q.to(writer.weight.device)
+                writer.weight.data = (turn.T @ writer.weight.double()).to(writer.weight)
                 if writer.bias is not None:
-                    writer.bias.data = (writer.bias.double() @ q).to(writer.bias)
+                    writer.bias.data = _times(writer.bias, q)
         yield
 
 
@@ -130,7 +131,7 @@ def orthogonal(width: int, seed: int = 0) -> Tensor:
 
 
 def _times(weight: Tensor, q: Tensor) -> Tensor:
-    return (weight.double() @ q).to(weight)
+    return (weight.double() @ q.to(weight.device)).to(weight)
 
 
 def _fold(parts: Residual) -> None:
@@ -138,7 +139,8 @@ def _fold(parts: Residual) -> None:
     behind = [(block.norm, list(block.readers.values())) for block in parts.blocks]
     for norm, readers in [*behind, (parts.last, [parts.head])]:
         for reader in readers:
-            reader.weight.data = (reader.weight.double() * norm.weight.double()).to(reader.weight)
+            scale = norm.weight.to(reader.weight.device).double()
+            reader.weight.data = (reader.weight.double() * scale).to(reader.weight)
         norm.weight.data = torch.ones_like(norm.weight)
 
 

@@ -164,6 +164,9 @@ def test_v1_in_two_calls_or_four_on_hopper(monkeypatch, versions, head_dim, call
         ((4,), 8, (64, 64), None),
         ((4,), 9, (64, 64), ("flash-attn 4", 1)),
         ((2,), 9, (12, 12), None),
+        # Neither runs on what came before Ampere.
+        ((2,), 7, (64, 64), None),
+        ((3,), 7, (64, 64), None),
         ((), 9, (64, 64), None),
     ],
 )

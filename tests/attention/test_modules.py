@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
 from quantdiff.attention import (
@@ -9,8 +11,10 @@ from quantdiff.attention import (
     DifferentialAttentionV2,
     GroupedDifferentialAttention,
     MultiheadAttention,
+    backends,
 )
 from quantdiff.errors import UsageError
+from quantdiff.hooks.flash import FlashMode
 from tests.attention import plain
 
 BACKENDS = ("eager", "sdpa", "flex")
@@ -132,6 +136,39 @@ def test_flex_on_a_cpu_refuses_a_backward_pass():
     module = v1(1, backend="flex")
     with pytest.raises(UsageError, match="no backward pass on a CPU"):
         module(inputs(module, dtype=torch.float32), plain.table(11, module))
+
+
+def test_flex_runs_while_flash_attn_is_looked_for():
+    """As in a recording; the mode knows no flex attention."""
+    module = randomise(v2(2, backend="flex"))
+    x = inputs(module, dtype=torch.float32)
+    with torch.no_grad():
+        expected = module(x, plain.table(11, module))
+        with FlashMode(lambda call: None):
+            found = module(x, plain.table(11, module))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "repeated"),
+    [(torch.float32, 8, True), (torch.bfloat16, 5, True), (torch.bfloat16, 8, False)],
+)
+def test_groups_on_a_gpu_take_a_fused_kernel(monkeypatch, dtype, rows, repeated):
+    """With a mask, or in fp32, torch has none that knows groups."""
+    calls = []
+
+    def spy(query, key, value, *, enable_gqa, **_):
+        calls.append((key.shape[1], value.shape[1], enable_gqa))
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    # Such tensors cannot be indexed.
+    monkeypatch.setattr(backends, "visible", lambda *_: torch.ones(rows, 8, dtype=torch.bool))
+    with FakeTensorMode():  # tensors of a GPU, without one
+        query = torch.empty(1, 6, rows, 16, dtype=dtype, device="cuda")
+        key = torch.empty(1, 2, 8, 16, dtype=dtype, device="cuda")
+        backends.attend(query, key, key, scale=0.25, kept=None, backend="sdpa")
+    assert calls == [(6, 6, False) if repeated else (2, 2, True)]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)

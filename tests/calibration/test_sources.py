@@ -2,6 +2,7 @@ import json
 import lzma
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import islice
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ from pyarrow import parquet
 
 from quantdiff.calibration import read_documents
 from quantdiff.errors import MissingExtraError, UsageError
+from tests.conftest import needs
 
 DOCUMENTS = ["First.\n\nStill the first.", "Zweites, für sich.", "第三 λ"]
 
@@ -142,9 +144,11 @@ def test_parquet_without_text_lists_its_columns(tmp_path):
     assert "row 0" in refusal(path)
 
 
+hub = needs(find_spec("datasets") is not None, "needs datasets")
+
+
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory):
-    pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("hub") / "owner" / "name"
     folder.mkdir(parents=True)
     (folder / "train.jsonl").write_text(jsonl(DOCUMENTS), encoding="utf-8")
@@ -152,6 +156,7 @@ def hub_folder(tmp_path_factory):
     return folder
 
 
+@hub
 def test_hub_folder(hub_folder):
     assert list(read_documents(f"hub:{hub_folder}")) == DOCUMENTS
     assert list(read_documents(f"hub:{hub_folder}:test")) == ["only a test"]
@@ -159,13 +164,14 @@ def test_hub_folder(hub_folder):
     assert list(read_documents(f"hub:{hub_folder}::text")) == DOCUMENTS
 
 
+@hub
 def test_hub_takes_the_only_split(tmp_path):
-    pytest.importorskip("datasets")
     (tmp_path / "test.jsonl").write_text(jsonl(["only a test"], "prose"), encoding="utf-8")
     assert list(read_documents(f"hub:{tmp_path}::prose")) == ["only a test"]
     assert "id, prose" in refusal(f"hub:{tmp_path}")
 
 
+@hub
 def test_hub_refusals(hub_folder, tmp_path):
     assert "found: train, test" in refusal(f"hub:{hub_folder}:validation")
     message = refusal(f"hub:{hub_folder}:train:body")
@@ -178,8 +184,10 @@ def test_hub_refusals(hub_folder, tmp_path):
     assert "cannot be opened" in refusal(f"hub:{tmp_path}")
 
 
+@hub
 def test_hub_name_with_configuration(monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     asked = []
 
     def load_dataset(path, name=None, **options):

@@ -383,3 +383,37 @@ def test_scales_of_the_least_error(dtype, bits, group):
         for share in (0.9, 0.8, 0.7, 0.6):
             assert (error(scale) <= error(largest * share / high)).all()
         assert (error(scale) < 0.98 * error(largest / high)).any()
+
+
+@pytest.mark.parametrize("accelerate", [True, False])
+def test_a_copy_lies_on_the_device_of_the_model(monkeypatch, accelerate):
+    """Which is a GPU by its word alone; without accelerate transformers builds nothing on it."""
+    model, gpu, real, find = tiny_llama(), torch.device("cuda:0"), *(
+        LlamaForCausalLM.from_pretrained, importlib.util.find_spec,
+    )  # fmt: skip
+    placed, moved = [], []
+
+    def build(*given, device_map=None, **options):
+        placed.append(device_map)
+        return real(*given, **options)
+
+    def find_spec(name, *given):
+        return find(name, *given) if accelerate or name != "accelerate" else None
+
+    def device(self):
+        return gpu if self is model or placed == [{"": gpu}] else CPU
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", build)
+    monkeypatch.setattr(LlamaForCausalLM, "device", property(device))
+    monkeypatch.setattr(LlamaForCausalLM, "to", lambda _, to: moved.append(to))
+    copy_of(model)
+    assert (placed, moved) == (([{"": gpu}], []) if accelerate else ([None], [gpu]))
+
+
+def test_the_copy_leaves_no_memory_behind_when_it_is_checked(save, monkeypatch):
+    """The check is another process, which cannot have what this one keeps of a GPU's."""
+    steps = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("emptied"))
+    save(tiny_llama(), report=steps.append)
+    assert steps[-2:] == ["computing the passage", "emptied"]

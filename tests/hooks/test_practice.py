@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
@@ -18,7 +19,7 @@ from transformers import (
     StaticCache,
 )
 
-from quantdiff import RecordingError, record
+from quantdiff import Profile, RecordingError, record
 from quantdiff.statistics.storage import to_json
 from tests.hooks.test_recorder import CACHE, CONTEXTS, assert_same, padded, profile_of
 from tests.reference import Materialised, check_profile
@@ -35,6 +36,16 @@ def gemma2():
         "attn_logit_softcapping": 3.0,
     }  # fmt: skip
     return build(Gemma2ForCausalLM, Gemma2Config(**settings))
+
+
+def nf4_llama(folder):
+    """A Llama whose linear modules hold bitsandbytes' codes of 4 bits, by way of a folder."""
+    save_tiny(folder, tiny_llama(hidden_size=64, intermediate_size=64))
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                                bnb_4bit_compute_dtype=torch.float32)  # fmt: skip
+    return LlamaForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
+    )
 
 
 def same_places(a, b):
@@ -241,12 +252,7 @@ class TestDtypes:
         assert first.absmax == pytest.approx(exact.abs().amax(1).numpy(), rel=1e-4)
 
     def test_bitsandbytes_weights(self, tmp_path):
-        save_tiny(tmp_path, tiny_llama(hidden_size=64, intermediate_size=64))
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                                    bnb_4bit_compute_dtype=torch.float32)  # fmt: skip
-        model = LlamaForCausalLM.from_pretrained(
-            tmp_path, quantization_config=config, dtype=torch.float32, device_map="cpu"
-        )
+        model = nf4_llama(tmp_path)
         batch = padded([30, 17], "right")
         with torch.no_grad(), record(model) as recorder:
             model(**batch)
@@ -281,6 +287,29 @@ class TestFamilies:
                 assert row["absmax"] == pytest.approx(float(capped[head].abs().max()), rel=1e-4)
                 assert row["std"] == pytest.approx(float(capped[head].std(correction=0)), rel=1e-3)
             assert max(row["absmax"] for row in site["heads"]) <= 3
+
+    def test_the_largest_uncapped_logit_of_several_batches(self, tmp_path):
+        """Whichever has it, in one recording or in several, and in a profile that was read back."""
+        model = gemma2()
+        batches = [padded([30, 17], "right"), padded([21, 30], "right", seed=3)]
+        each = []
+        for batch in batches:
+            plain = Materialised(model).run([batch])  # before the cap
+            each.append(torch.stack([plain.heads(i)[0].abs().amax(1) for i in range(2)]))
+        first, second = each
+        assert (first > second).any()
+        assert (second > first).any()
+        expected = torch.maximum(first, second).numpy()
+        with torch.no_grad():
+            alone = [profile_of(model, batch) for batch in batches]
+            profiles = [profile_of(model, *batches), profile_of(model, *batches[::-1])]
+        profiles += [alone[0].merge(alone[1]), alone[1].merge(alone[0])]
+        profiles[0].save(tmp_path)
+        profiles.append(Profile.load(tmp_path))
+        for profile in profiles:
+            found = np.stack([site.uncapped for site in profile.attention_logits.sites])
+            assert found == pytest.approx(expected, rel=1e-4)
+        assert np.array_equal(found, [s.uncapped for s in profiles[0].attention_logits.sites])
 
     def test_attention_sinks_are_no_logits(self):
         settings = SETTINGS | {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8,

@@ -1,6 +1,7 @@
 """Linear inputs, keys, values and hidden states with their channels, against plain references."""
 
 import importlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -112,6 +113,16 @@ def check(site, head, kept, rank=100):
     row = list(site.rows())[head]
     assert np.isclose(row["channel_ratio"], x.abs().max() / np.median(x.abs().amax(0)), rtol=1e-6)
     assert np.isclose(row["token_ratio"], x.abs().max() / np.median(largest), rtol=5e-3)
+    places = [
+        place[-2:]
+        for place in site.top.coordinates.tolist()
+        if site.groups == 1 or place[1] == head
+    ]
+    for name, column in (("top_token", 0), ("top_channel", 1)):
+        counts = Counter(place[column] for place in places)
+        most = min(counts, key=lambda number: (-counts[number], number), default=None)
+        assert row[name] == most
+        assert row[f"{name}_share"] == (counts[most] / len(places) if places else None)
 
 
 def items(kept, place, n):

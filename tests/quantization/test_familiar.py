@@ -84,3 +84,12 @@ def test_what_is_known_is_looked_at_once(monkeypatch):
             for part in (ids[:, :1], ids[:, :1], ids, ids):
                 model(part)
         assert len(looked) == 4  # two layers, by one token and by all
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_autocast_rounds_as_it_does(backend):
+    """The logits are those of bf16, in which they are multiplied."""
+    model = MODELS["llama"]()
+    model.set_attn_implementation(backend)
+    with torch.autocast("cpu", torch.bfloat16), fake_quantize(model, SCHEME):
+        assert model(tiny_ids()).logits.isfinite().all()

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from quantdiff import Scheme
+from quantdiff.hooks.flash import FlashMode
 from quantdiff.hooks.logits import Logits
 from quantdiff.quantization import flex
 from quantdiff.quantization.attention import attend
@@ -108,3 +110,40 @@ def test_gradients_take_the_blocks():
         assert not flex.takes(q, q, q, softmax, learned)
         with torch.no_grad():
             assert flex.takes(q, q, q, softmax, learned)
+
+
+def test_narrow_heads_take_the_blocks():
+    """Flex attention takes none below 16 on a GPU."""
+    softmax = softmax_of(
+        Logits(*[torch.randn(1, H, N, D)] * 2, SCALE, Visible.causal(1, N, N)),
+        Scheme(SITE, 6), None, "here",
+    )  # fmt: skip
+    with FakeTensorMode():  # tensors of a GPU, without one
+        wide, least, narrow = (torch.empty(1, H, N, d, device="cuda") for d in (D, 16, 8))
+        assert flex.takes(least, least, least, softmax)
+        assert not flex.takes(narrow, narrow, wide, softmax)
+        assert not flex.takes(wide, wide, narrow, softmax)
+
+
+class Limits(TorchFunctionMode):
+    """What dynamo's limit is where anything is computed."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.add(torch._dynamo.config.recompile_limit)
+        return function(*args, **kwargs or {})
+
+
+def test_it_runs_while_flash_attn_is_looked_for_and_for_many_models():
+    """A model outside of transformers computes within the mode, which knows no flex attention."""
+    q = torch.randn(1, H, N, D)
+    softmax = softmax_of(
+        Logits(q, q, SCALE, Visible.causal(1, N, N)), Scheme(SITE, 6), None, "here"
+    )
+    expected, before = attend(q, q, q, softmax), torch._dynamo.config.recompile_limit
+    with FlashMode(lambda call: None), Limits() as limits:
+        found = flex.attend(q, q, q, softmax)
+    assert close(found, expected, q) > 0.99
+    assert max(limits.seen) > before == torch._dynamo.config.recompile_limit

@@ -21,6 +21,7 @@ from quantdiff import QuantizationError, Scheme, UsageError, fake_quantize
 from quantdiff.quantization import gptq
 from quantdiff.quantization.gptq import gptq_rounded, gptq_weight
 from quantdiff.quantization.grid import Grid
+from tests.hooks.test_practice import nf4_llama
 from tests.quantization.test_fake_quantize import MODELS, batch
 from tests.tiny import SETTINGS, VOCABULARY, build, tiny_ids
 
@@ -40,14 +41,14 @@ def hessian_of(x):
     return 2 * x.T @ x
 
 
-def step_by_step(weight, hessian, scheme, act_order=False):
+def step_by_step(weight, hessian, scheme, act_order=False, damping=0.01):
     """Column by column, with a new inverse for each: O(n⁴) in all, and nothing to get wrong."""
     seen = hessian.diagonal() > 0
     mean = hessian.diagonal().mean()
     h = (
         hessian
         + torch.diag(torch.where(seen, 0.0, mean))
-        + gptq.DAMPING * mean * torch.eye(len(hessian), dtype=torch.float64)
+        + damping * mean * torch.eye(len(hessian), dtype=torch.float64)
     )
     w, out = weight.double().clone(), weight.double().clone()
     left = list(range(w.shape[1]))
@@ -138,7 +139,7 @@ def test_inputs_that_have_nothing_to_do_with_each_other_are_rounded_to_nearest()
 
 
 class TestDamping:
-    def test_more_of_it_where_there_is_no_factor(self, monkeypatch):
+    def test_more_of_it_where_there_is_no_factor(self):
         """As rounding may leave a Hessian: an eigenvalue of −3 % of the mean."""
         torch.manual_seed(0)
         weight, h = torch.randn(5, 12), hessian_of(correlated(12, 40))
@@ -148,8 +149,9 @@ class TestDamping:
         broken = vectors @ torch.diag(values) @ vectors.T
         scheme = Scheme("weights", 3, granularity="channel")
         found = gptq_weight(weight, broken, scheme)
-        monkeypatch.setattr(gptq, "DAMPING", 0.1)  # since 1 % leave it below zero
-        assert torch.allclose(found, step_by_step(weight, broken, scheme), atol=1e-6)
+        # Ten times as much, since 1 % leave it below zero.
+        expected = step_by_step(weight, broken, scheme, damping=0.1)
+        assert torch.allclose(found, expected, atol=1e-6)
 
     def test_never_enough(self):
         h = -torch.eye(4).double()
@@ -311,6 +313,22 @@ def test_what_does_not_go():
     model.config.num_hidden_layers = 1
     refused(QuantizationError, "layer 1 of LlamaForCausalLM did not run", text, scheme)
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+def test_weights_that_are_quantized_already(tmp_path):
+    """Their 4-bit codes are no numbers to round."""
+    model, scheme = nf4_llama(tmp_path), Scheme("weights", 4, granularity="channel")
+    codes = model.model.layers[0].mlp.up_proj.weight
+    before = codes.detach().clone()
+    words = r"the weights of model\.layers\.0\..*_proj are quantized already"
+    for context in (
+        lambda: fake_quantize(model, scheme),
+        lambda: gptq_rounded(model, [batch()], scheme),
+    ):
+        with pytest.raises(QuantizationError, match=words), context():
+            pass
+    assert model.model.layers[0].mlp.up_proj.weight is codes
+    assert torch.equal(codes, before)
 
 
 def test_a_layer_that_needs_what_an_earlier_one_hands_it():

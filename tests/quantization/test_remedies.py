@@ -94,6 +94,114 @@ def test_migration_helps_quantized_inputs():
     assert errors[1] < 0.5 * errors[0]
 
 
+def inputs_of(model, modules, batches):
+    """Largest magnitudes of what comes into some modules from real tokens, (batches, in) each."""
+    caught, found = {}, {m: [] for m in modules}
+    handles = [
+        m.register_forward_pre_hook(lambda m, args: caught.update({m: args[0]})) for m in modules
+    ]
+    with torch.no_grad():
+        for one in batches:
+            model(**one)
+            real = one["attention_mask"].bool()
+            for m in modules:
+                found[m].append(caught[m][real].abs().amax(0))
+    for handle in handles:
+        handle.remove()
+    return {m: torch.stack(rows) for m, rows in found.items()}
+
+
+def migrated(model):
+    """The modules that read each input that is divided by s: two norms' outputs, and a product."""
+    for layer in model.model.layers:
+        own = ("q_proj", "k_proj", "v_proj", "lambda_proj")
+        heads = [getattr(layer.self_attn, name, None) for name in own]
+        yield [reader for reader in heads if reader is not None]
+        yield [layer.mlp.gate_proj, layer.mlp.up_proj]
+        yield [layer.mlp.down_proj]
+
+
+def largest_columns(group):
+    """max|W_j| over some modules."""
+    return torch.stack([reader.weight.detach().abs().amax(0) for reader in group]).amax(0)
+
+
+def norms(model):
+    return [
+        norm.weight.detach().clone()
+        for layer in model.model.layers
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    ]
+
+
+def with_large_tokens(name):
+    """Of which 1 has a large tenth channel, and 2 a very large fifth."""
+    model = MODELS[name]().double()
+    model.model.embed_tokens.weight.data[1, 9] *= 10
+    model.model.embed_tokens.weight.data[2, 4] = 30.0
+    return model
+
+
+def texts():
+    """Two batches, of which only the second has the token 1."""
+    first, second = batch(), batch()
+    second["input_ids"][:, -2:] = 1
+    return [first, second]
+
+
+class TestFactors:
+    """s_j = max|X_j|^α / max|W_j|^(1−α), over all batches and all modules that read the input."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_most_of_it_to_the_weights(self, name):
+        model, work = with_large_tokens(name), texts()
+        groups = list(migrated(model))
+        seen = inputs_of(model, [group[0] for group in groups], work)
+        expected = [
+            seen[group[0]].amax(0) ** 0.8 / largest_columns(group) ** 0.2 for group in groups
+        ]
+        first, second = seen[groups[0][0]]
+        assert second[9] > 2 * first[9]  # the first batch alone would give another factor
+        before, ups = norms(model), [layer.mlp.up_proj for layer in model.model.layers]
+        wide = [up.weight.detach().clone() for up in ups]
+        with smoothed(model, work, 0.8):
+            after, narrow = norms(model), [up.weight.detach().clone() for up in ups]
+        behind_norms = [s for i, s in enumerate(expected) if i % 3 < 2]
+        for old, new, s in zip(before, after, behind_norms, strict=True):
+            assert torch.allclose(old / new, s, rtol=1e-5)
+        for i, (old, new) in enumerate(zip(wide, narrow, strict=True)):
+            _, columns, rows = expected[3 * i : 3 * i + 3]
+            assert torch.allclose(old / new, rows[:, None] / columns, rtol=1e-5)
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_all_of_it_to_either_side(self, name):
+        model, work = with_large_tokens(name), texts()
+        groups, one = list(migrated(model)), torch.ones((), dtype=torch.float64)
+        with smoothed(model, work, 1):
+            for most in inputs_of(model, [group[0] for group in groups], work).values():
+                assert torch.allclose(most.amax(0), one, rtol=1e-5)
+        with smoothed(model, work, 0):
+            for group in groups:
+                if len(group) != 2:  # the rows of up_proj are divided by what down_proj gets
+                    assert torch.allclose(largest_columns(group), one, rtol=1e-5)
+
+    def test_padding_counts_for_nothing(self):
+        """What stands in it is larger in one channel than all real tokens."""
+        model, text = with_large_tokens("llama"), batch()
+        kept = text["attention_mask"].bool()
+        text["input_ids"][~kept] = 2
+        alone = [
+            {"input_ids": ids[real][None]}
+            for ids, real in zip(text["input_ids"], kept, strict=True)
+        ]
+        found = []
+        for work in ([text], alone):
+            with smoothed(model, work):
+                found.append(norms(model))
+        for together, apart in zip(*found, strict=True):
+            assert torch.allclose(together, apart, rtol=1e-5)
+
+
 @pytest.mark.parametrize("width", [1, 2, 6, 9, 64, 96, 576])
 def test_orthogonal(width):
     q = orthogonal(width)

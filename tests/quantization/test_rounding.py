@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 
 from quantdiff.quantization import Grid, Scheme, fake_quantize, native
 from quantdiff.quantization.grid import NoGridError, RowGrids
+from tests.conftest import needs
 from tests.tiny import tiny_ids, tiny_llama
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="needs the compiled rounding")
+pytestmark = needs(native.available(), "needs the compiled rounding")
+
+
+def test_it_was_built():
+    """Else plain torch serves, here and in all other tests."""
+    assert native.available()
 
 
 def test_what_is_rounded_may_be_changed_in_place():
@@ -83,6 +89,24 @@ def test_a_grid_of_each_head(seed, heads, rows, keys, bits, symmetric, size, rea
     out, clipped = rounded(x, start, stop, grid, clips=True)
     assert torch.equal(out, grid.quantize(x).masked_fill(~seen, -torch.inf))
     assert np.array_equal(clipped, (grid.clipped(x) & seen).sum((1, 2)))
+
+
+def test_half_way_between_two_integers_goes_to_the_even_one():
+    row = torch.tensor([[[7.0, 0.5, 1.5, 2.5, 6.5, -0.5, -1.5, -2.5]]])
+    even = [7, 0, 2, 2, 6, 0, -2, -2]
+    of_head = Grid.of(torch.full((1, 1, 1), -7.0), torch.full((1, 1, 1), 7.0), 4, True)
+    for grid, clips in ((of_head, True), (of_head, False), (RowGrids(4, True), False)):
+        out, clipped = rounded(row, [0], [8], grid, clips=clips)
+        assert out.flatten().tolist() == even
+        assert clipped.tolist() == [0]
+    # With a zero point too, of 2, 2 and 0.
+    for row, even in (
+        ([-2.5, 12.5, 0.5, 1.5], [-2, 12, 0, 2]),
+        ([-1.5, 13.5, 0.5, 2.5], [-2, 13, 0, 2]),
+        ([-0.5, 14.5, 0.5, 2.5], [0, 14, 0, 2]),
+    ):
+        out, _ = rounded(torch.tensor([[row]]), [0], [4], RowGrids(4, False), clips=False)
+        assert out.flatten().tolist() == even
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -99,6 +99,18 @@ def test_a_grid_by_its_definition(values, bits, symmetric):
     assert ((out - x).abs() <= grid.step * (0.5 + (not symmetric)) + 1e-6 * x.abs()).all()
 
 
+def test_half_way_between_two_integers_goes_to_the_even_one():
+    x = torch.tensor([0.5, 1.5, 2.5, 6.5, -0.5, -1.5, -2.5])
+    grid = Grid.of(torch.tensor(-7.0), torch.tensor(7.0), 4, True)
+    assert grid.integers(x).tolist() == grid.quantize(x).tolist() == [0, 2, 2, 6, 0, -2, -2]
+    # So do zero points.
+    for least, zero in ((-0.5, 0), (-1.5, 2), (-2.5, 2)):
+        assert Grid.of(torch.tensor(least), torch.tensor(least + 15), 4, False).zero == zero
+    # 14.5 and the zero point 1 make 15, which is on the grid.
+    grid = Grid.of(torch.tensor(-1.0), torch.tensor(14.0), 4, False)
+    assert grid.clipped(torch.tensor([14.5, 15.5, -1.5])).tolist() == [False, True, True]
+
+
 def test_zeros_and_nothing_have_a_grid_of_finite_step():
     for symmetric in (True, False):
         grid = Grid.of(torch.zeros(2), torch.zeros(2), 4, symmetric)

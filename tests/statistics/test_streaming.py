@@ -17,10 +17,9 @@ from quantdiff.statistics import (
     streaming,
 )
 from tests import reference
+from tests.conftest import needs
 
-built = pytest.mark.skipif(
-    not native.available(), reason="the kernels were not built: no C compiler at installation"
-)
+built = needs(native.available(), "the kernels were not built: no C compiler at installation")
 PATHS = [pytest.param(True, id="compiled", marks=built), pytest.param(False, id="torch")]
 
 
@@ -109,6 +108,12 @@ def cases(draw, longest=70):
     elif kind == "rows":
         visible = visible.only(torch.rand(batch, rows, generator=generator) < 0.5)
     return q, k, width**-0.5, visible
+
+
+@built
+def test_the_kernels_were_built():
+    """Else plain torch serves, here and in all other tests."""
+    assert native.available()
 
 
 @pytest.mark.parametrize("compiled", PATHS)
