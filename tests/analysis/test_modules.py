@@ -98,6 +98,7 @@ def test_a_smaller_module_has_the_branches_of_its_own_heads():
     small.histogram = Histogram(whole.counts[:2], whole.first, whole.zeros[:2])
     before = quantdiff.compare(profile).branches().set_index("branch")["count"]
     profile.attention_logits.sites.insert(1, small)
+    profile.attention_logits.branches[small.name] = [1, 1]  # not those of the layer's other module
     after = quantdiff.compare(profile).branches().set_index("branch")["count"]
     assert (after - before).tolist() == [small.count.sum(), 0]
     data = figure_data(profile, "magnitudes")
