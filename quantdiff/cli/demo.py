@@ -24,9 +24,9 @@ Examples:
 """
 
 TOKENS = 16_384  # of a model of the zoo
-TOKENS_OF_OTHERS = 4_096  # which are larger
+TOKENS_OF_OTHERS = 2_048  # which are larger
 SWEPT = 8_192  # tokens: enough windows for an interval of the differences between models
-SWEPT_OF_OTHERS = 1_024
+SWEPT_OF_OTHERS = 512
 WINDOW = 256  # tokens: the context of the zoo
 BITS = (16, 8, 6, 4)
 EVALUATIONS = ("divergence", "noise")  # of the zoo
