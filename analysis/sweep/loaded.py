@@ -114,7 +114,8 @@ def _unite_names(record: Record, rows: list[Row]) -> None:
     """Let an evaluation have the name under which a model's cells of it were first asked for."""
     for model, about in record["models"].items():
         first: dict[tuple[str, str], str] = {}
-        kept, names = {}, {}
+        kept: dict[str, Any] = {}
+        names: dict[str, str] = {}
         for name, told in about.get("evaluations", {}).items():
             names[name] = first.setdefault((without_folders(name), told["data"]), name)
             kept.setdefault(names[name], told)
