@@ -4,7 +4,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -63,10 +63,12 @@ def demo(
     with staged_folder(
         out / "report", marker=REPORT, owned=owned(out / "report"), overwrite=overwrite
     ) as stage:
-        for name, folder in zip(names, folders, strict=True):
-            _profile(name, folder, device, quiet=as_json)
+        models = {
+            name: _profile(name, folder, device, quiet=as_json)
+            for name, folder in zip(names, folders, strict=True)
+        }
         for folder, some in sweeps.items():
-            _sweep(some, folder, device, quiet=as_json)
+            _sweep([models[name] for name in some], folder, quiet=as_json)
         if not as_json:
             sys.stderr.write("drawing the report\n")
         comparison = Comparison([*folders, *sweeps], command=common.command_line())
@@ -101,22 +103,23 @@ def _groups(names: list[str]) -> dict[str, list[str]]:
     return {PREFIX.rstrip(":"): of_zoo, **others} if of_zoo else others
 
 
-def _sweep(names: list[str], folder: Path, device: str | None, *, quiet: bool) -> None:
+def _sweep(models: list[tuple[Any, Any, str]], folder: Path, *, quiet: bool) -> None:
     from quantdiff.analysis.evaluation import Text
     from quantdiff.analysis.sweep import make_grid, sweep
     from quantdiff.models.zoo import PREFIX
 
-    of_zoo = names[0].startswith(PREFIX)
+    of_zoo = models[0][2].startswith(PREFIX)
     with cell_progress(quiet=quiet) as progress:
         sweep(
-            names, make_grid(bits=BITS).schemes,
+            models, make_grid(bits=BITS).schemes,
             EVALUATIONS if of_zoo else EVALUATIONS_OF_OTHERS, out=folder,
-            text=Text("corpus", SWEPT if of_zoo else SWEPT_OF_OTHERS, WINDOW), device=device,
+            text=Text("corpus", SWEPT if of_zoo else SWEPT_OF_OTHERS, WINDOW),
             overwrite=True, command=common.command_line(), note=note, progress=progress,
         )  # fmt: skip
 
 
-def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> None:
+def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> tuple[Any, Any, str]:
+    """Record a model; it with its tokenizer and name, since opening one may take a while."""
     from quantdiff.analysis.profiling import profile_text
     from quantdiff.calibration.text import text_windows
     from quantdiff.files import staged_folder
@@ -132,3 +135,4 @@ def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> Non
     profile.command = common.command_line()
     with staged_folder(folder, marker="profile.json", owned=OWNED, overwrite=True) as stage:
         profile.save(stage)
+    return model, tokenizer, name
