@@ -26,7 +26,8 @@ HEAD = """\
 What `quantdiff demo` finds on the models that come with quantdiff; `scripts/draw_gallery.py` wrote
 this page from its runs. The page that `quantdiff compare` makes has the same parts, with each table
 as CSV and LaTeX and each figure as SVG beside it. The text is the beginning of the held-out corpus:
-State of the Union addresses of 1804, 1807 and 1827.
+State of the Union addresses, of 1804, 1807 and 1827 for the zoo's profiles, of fewer for what took
+fewer tokens, and of 1804 for SmolLM2.
 """
 
 

@@ -30,7 +30,7 @@ LARGEST = 15e6  # bytes of a model's folder
 
 ARCHITECTURES = {
     "transformer": "a Llama-style decoder with standard attention",
-    "diff-v1": "DiffLlama: the same with differential attention (arXiv 2410.05258)",
+    "diff-v1": "DiffLlama: with differential attention (arXiv 2410.05258) in place of standard",
     "diff-v2": "DIFF V2: the same with the second version of differential attention, whose wider "
     "queries a narrower feed-forward part pays for",
 }
@@ -55,7 +55,7 @@ as `quantdiff.load("zoo:{kind}")`.
 | architecture | {architecture} |
 | parameters | {parameters:,} (embeddings tied) |
 | size | {layers} layers of width {hidden}, feed-forward parts of {intermediate_size} |
-| norms | RMS norms, ε = {rms_norm_eps:g} |
+| norms | RMS norms, ε = {rms_norm_eps:g}{others} |
 | trained on | {tokens:,} tokens in windows of {length}, {batch} windows a step |
 | held-out loss | {held_out_loss:.4f} ± {held_out_stderr:.4f} nats a token |
 | held-out tokens | {held_out_tokens:,} |
@@ -76,10 +76,11 @@ old and narrow prose, follows no instruction, knows no facts to rely on, and rep
 its sources. Its outliers are those of a small, briefly trained model: they need not say what
 happens in large ones. Contexts beyond {length} tokens were never trained.
 
-Made by quantdiff's script:
+Made by quantdiff's script, as this command does today:
 
 ```
-scripts/train_zoo.py --size {size} --kinds {kind} --dtype {dtype} --eps {rms_norm_eps:g}
+torchrun --nproc-per-node 2 scripts/train_zoo.py --size {size} --kinds {kind} \\
+    --dtype {dtype} --eps {rms_norm_eps:g} --out runs/zoo
 ```
 """
 
@@ -182,6 +183,8 @@ def card(folder: Path, told: dict[str, Any]) -> str:
     facts = {**told["recipe"], **told, "hours": told["seconds"] / 3600}
     facts |= {name: config[name] for name in ("intermediate_size", "rms_norm_eps")}
     facts |= {"millions": told["tokens"] / 1e6, "size": size_of(told["recipe"])}
+    usual = SIZES[facts["size"]].eps
+    facts["others"] = "" if facts["rms_norm_eps"] == usual else f" (the others have {usual:g})"
     kind = told["kind"]
     return CARD.format(name=f"{PREFIX}{kind}", architecture=ARCHITECTURES[kind], **facts)
 

@@ -28,7 +28,7 @@ Examples:
 
 Formats: bf16, fp16; bnb-int8, bnb-nf4, bnb-fp4 (bitsandbytes); quanto-int8, quanto-int4,
 quanto-int2, quanto-fp8 (optimum-quanto); ct-w8a16, ct-w4a16, ct-w8a8 (compressed-tensors, which
-vLLM reads); gptq-4bit, gptq-8bit (gptqmodel, on a GPU).
+vLLM reads); gptq-4bit, gptq-8bit (gptqmodel; a GPU for models of size).
 """
 
 
