@@ -63,13 +63,10 @@ def _pairs(models: Sequence[Told]) -> Iterator[tuple[str, str, list[tuple[Told, 
     """(variant, kind, pairs of Transformer and differential model, one a seed)."""
     groups: dict[tuple[str, str], list[tuple[Told, Told]]] = {}
     plain = {_recipe(m): m for m in models if m["kind"] == PLAIN}
-    names: dict[str, str] = {}
     for m in models:
         recipe = _recipe(m)
         if m["kind"] != PLAIN and recipe in plain:
-            # More seeds of a variant are a variant of their own in the order of training only.
-            name = names.setdefault(json.dumps(json.loads(recipe) | {"seed": None}), m["variant"])
-            groups.setdefault((name, m["kind"]), []).append((plain[recipe], m))
+            groups.setdefault((m["variant"], m["kind"]), []).append((plain[recipe], m))
     for (name, kind), pairs in groups.items():
         yield name, kind, pairs
 

@@ -20,7 +20,7 @@ def study(monkeypatch, tmp_path):
     from zoo_recipe import SIZES
 
     tiny = replace(SIZES["tiny"], dtype="float32", tokens=6 * 8 * 64)
-    variants = {"seeds": [tiny], "more": [replace(tiny, seed=1)]}
+    variants = {"seeds": [replace(tiny, seed=seed) for seed in (0, 1)]}
     excerpt = ROOT / "calibration" / "corpus" / "train_excerpt.jsonl.xz"
     page = tmp_path / "zoo.md"
     page.write_text(f"before\n\n{study_zoo.BEGIN}\n\n{study_zoo.END}\n\nafter\n")
@@ -44,9 +44,8 @@ def test_models_are_trained_measured_and_told(study, monkeypatch, tmp_path):
     run(study, monkeypatch, "--out", out, "--part", "1/2")
     run(study, monkeypatch, "--out", out, "--collect")
     half = json.loads(study.RESULTS.read_text())["models"]
-    assert [(m["variant"], m["kind"]) for m in half] == [
-        ("seeds", "transformer"), ("seeds", "diff-v2"), ("more", "diff-v1"),
-    ]  # fmt: skip
+    found = [(m["recipe"]["seed"], m["kind"]) for m in half]
+    assert found == [(0, "transformer"), (0, "diff-v2"), (1, "diff-v1")]
     run(study, monkeypatch, "--out", tmp_path / "elsewhere")  # what is collected is not repeated
     run(study, monkeypatch, "--out", tmp_path / "elsewhere", "--collect")
     models = json.loads(study.RESULTS.read_text())["models"]
@@ -61,8 +60,8 @@ def test_models_are_trained_measured_and_told(study, monkeypatch, tmp_path):
     assert text.startswith("before\n\n")
     assert text.endswith("\n\nafter\n")
     row, _ = (line for line in text.splitlines() if line.startswith("| seeds | diff-v1 | 2 | "))
-    top = {(m["variant"], m["kind"]): m["attention_logits"]["top1"] for m in models}
-    times = sorted(top[v, "diff-v1"] / top[v, "transformer"] for v in ("seeds", "more"))
+    top = {(m["recipe"]["seed"], m["kind"]): m["attention_logits"]["top1"] for m in models}
+    times = sorted(top[seed, "diff-v1"] / top[seed, "transformer"] for seed in (0, 1))
     mean = math.sqrt(times[0] * times[1])
     assert f" {mean:.2f} ({times[0]:.2f}, {times[1]:.2f}) " in row
     assert (tmp_path / "study.png").stat().st_size > 10_000
