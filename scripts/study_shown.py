@@ -19,16 +19,16 @@ PLAIN = KINDS[0]
 OUTLIERS = {"logit": "top-1 logit", "hidden": "top-1 hidden"}
 
 AT_THE_END = (
-    "Each differential model against the Transformer of the same variant and seed. `times` is a "
-    "quotient of largest magnitudes: its geometric mean over seeds and, behind it, the least and "
-    "the most. `loss` is the difference of the losses, and `cost` that of what 4 bits add to them, "
-    "differential minus Transformer."
+    "Each differential model against the Transformer of the same variant and seed. `times` is the "
+    "ratio of the largest magnitudes: the geometric mean over seeds and, in parentheses, the least "
+    "and the greatest. `loss` is the difference of the losses, and `cost` the difference of what "
+    "4 bits add to them, differential minus Transformer."
 )
 AT_EQUAL_LOSS = (
-    "The same at equal loss: both as they were on their way when they last had the loss that the "
-    "worse of the two ended with, on 16 held-out windows, with the fp32 weights of the training; "
-    "between two looks by interpolation. The better one was on its way then, at a higher learning "
-    "rate, which moves outliers too: `rate` is the quotient of the rates."
+    "The same at equal loss: both models at the last point of their training where they had the "
+    "loss that the worse one ended with, on 16 held-out windows, with the fp32 weights of the "
+    "training; interpolated between two looks. The better model was still on its way then, at a "
+    "higher learning rate, which moves outliers too: `rate` is the ratio of the rates."
 )
 
 

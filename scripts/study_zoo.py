@@ -48,8 +48,8 @@ RESULTS, PAGE = DOCS / "zoo_study.json", DOCS / "zoo.md"
 FIGURE = DOCS / "figures" / "zoo_study"
 CAPTION = (
     f"![Largest attention logit and hidden state against the loss](figures/{FIGURE.name}.png)\n\n"
-    "Every model's way through its training, from left to right, on 16 held-out windows; a dot is "
-    "its end."
+    "Each line is one model's training, from left to right, measured on 16 held-out windows; its "
+    "end is the dot."
 )
 BEGIN, END = "<!-- measured by scripts/study_zoo.py -->", "<!-- end -->"
 
