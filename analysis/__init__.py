@@ -1,6 +1,6 @@
 """Tables and figures.
 
-The public names are imported when they are first used: a table must not wait for seaborn.
+Public names are imported on first use, so that a table need not wait for seaborn.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Outliers along channels and tokens, as tables and a figure: linear inputs, keys, values."""
+"""Outliers along channels and tokens of every recorded kind of site, as tables and a figure."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ WORDS = {
     "linear_inputs": "linear inputs", "keys": "keys", "values": "values",
     "hidden_states": "hidden states",
 }  # fmt: skip
-_RANKS = 48  # points of a curve, evenly spaced in their logarithm
+_RANKS = 48  # points per curve, evenly spaced on a logarithmic scale
 _TOLD = (
     "×: the largest value over that of the median channel, of the median token; most in: the "
     "channel, and the place of the tokens, with the greatest share of the largest values kept"
@@ -39,7 +39,7 @@ def channel_kinds(profile: Profile) -> dict[str, Values]:
 
 
 def channels_tables(profile: Profile, n: int = 5) -> list[Table]:
-    """For each kind of site, the n modules (heads of keys and values) with the largest value."""
+    """For each kind of site, the n modules (heads for keys and values) with the largest values."""
     tables = []
     for kind, part in channel_kinds(profile).items():
         of = {"linear_inputs": "module", "hidden_states": ""}.get(kind, "head")
@@ -60,7 +60,7 @@ def channels_tables(profile: Profile, n: int = 5) -> list[Table]:
         table.caption, table.caption_justify = _TOLD, "left"
         tables.append(table)
     for table in tables[:-1]:
-        table.caption = None  # said once, at the end
+        table.caption = None  # shown once, at the end
     return tables
 
 
@@ -87,7 +87,7 @@ def _cells(part: Values, worst: _Worst, named: str | None) -> list[str]:
     places = [
         item
         for item in part.items(site.top)
-        if not part.heads or item.head == group  # of one group there is nothing to tell
+        if not part.heads or item.head == group  # without heads there is only one group
     ]
     at = [UNKNOWN] * 2 if not places else [str(places[0].token), str(places[0].channel)]
     shares = [
@@ -102,7 +102,7 @@ def _cells(part: Values, worst: _Worst, named: str | None) -> list[str]:
 
 
 def _named(part: Values, site: SiteStatistics) -> str:
-    """The last word of a module's name, or as many as tell it apart from others of its layer."""
+    """The fewest trailing parts of a module's name that are unique in its layer."""
     words = site.name.split(".")
     others = [other.name.split(".") for other in part.sites if other.layer == site.layer]
     for count in range(1, len(words)):
@@ -112,9 +112,9 @@ def _named(part: Values, site: SiteStatistics) -> str:
 
 
 def channels_frame(profile: Profile) -> pd.DataFrame:
-    """The largest magnitudes of the channels, in descending order, at some of their ranks.
+    """The largest magnitude of each channel, in descending order, at some ranks.
 
-    One row a kind, layer and rank: of a layer's modules and heads the one with the largest value.
+    One row per kind, layer and rank, for the layer's module and head with the largest value.
 
     Raises:
         UsageError: no channels were recorded.
@@ -149,7 +149,7 @@ def _ranks(count: int) -> list[int]:
 
 
 def plot_channels(profile: Profile) -> Any:
-    """The largest magnitude of each channel, in descending order, a line a layer, in a new figure.
+    """Draw the channels' largest magnitudes in descending order, a line per layer, in a new figure.
 
     Raises:
         UsageError: no channels were recorded.
@@ -180,12 +180,12 @@ def plot_channels(profile: Profile) -> Any:
 
 
 def _bar(page: Page, panels: Any, colors: Any, layers: int) -> None:
-    """Which shade is which layer."""
+    """Add a colour bar of the layers' shades."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.ticker import MaxNLocator
 
-    # Lines leave the palest shades out.
+    # The lines do not use the palest shades.
     first = -0.15 / 0.85 * max(layers - 1, 1)
     shades = ScalarMappable(Normalize(first, max(layers - 1, 1)), colors)
     bar = page.colorbar(shades, ax=list(panels), pad=0.015, aspect=40)

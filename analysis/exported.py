@@ -1,4 +1,4 @@
-"""What an exported checkpoint costs: the numbers of its card, and the table that shows them."""
+"""What an exported checkpoint costs: the numbers for its card, and a table of them."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from quantdiff.export.result import Exported
 
 __all__ = ["export_table", "measuring"]
 
-# Passes over the text: the source's perplexity and reference, and both for the checkpoint.
+# Passes over the text: the source's perplexity and reference, the checkpoint's perplexity and KL.
 PASSES = 4
 
 
@@ -32,21 +32,22 @@ def measuring(
     batch_size: int = 1,
     progress: Callable[[int], None] = quiet,
 ) -> tuple[Callable[[Any], dict[str, Any]], int]:
-    """A measurement for `quantdiff.export`: the checkpoint beside its source.
+    """Build a measurement for `quantdiff.export` that compares the checkpoint with its source.
 
     Args:
         model: the source.
-        tokenizer: of both.
-        text: what is read.
-        calibrated_on: the data of each calibration, as in `CalibrationTable.data`, by what was
-            calibrated, such as `the static ranges`.
-        batch_size: windows in one pass; changes no number.
-        progress: told the tokens done since the last call.
+        tokenizer: for both.
+        text: the text to evaluate on.
+        calibrated_on: what was calibrated, such as `the static ranges` -> the data of its
+            calibration, as in `CalibrationTable.data`.
+        batch_size: windows per pass; does not change the numbers.
+        progress: called with the number of tokens done since the last call.
 
     Returns:
-        A function of the quantized copy, which gives `perplexity`, `kl` (from the source, nats a
-        token), `agreement` (share of top-1 tokens), `source` (its perplexity), `data`, their
-        `fingerprint`, `tokens` and `sequence_length`; and the tokens it will tell `progress` of.
+        A function that takes the quantized copy and returns `perplexity`, `kl` (from the source, in
+        nats per token), `agreement` (share of equal top-1 tokens), `source` (its perplexity),
+        `data`, its `fingerprint`, `tokens` and `sequence_length`; and the total number of tokens it
+        will report to `progress`.
 
     Raises:
         UsageError: the text does not fit the model, or something was calibrated on it.
@@ -81,7 +82,7 @@ def measuring(
 
 
 def export_table(exported: Exported) -> Table:
-    """The checkpoint beside its source."""
+    """Compare the checkpoint with its source in a table."""
     measured = exported.measured or {}
     before = measured.get("source", {})
     bits = 8 * exported.source_bytes / exported.parameters

@@ -29,12 +29,12 @@ from quantdiff.statistics.profile import Profile
 
 __all__ = ["plot", "save_figures"]
 
-Axes: TypeAlias = Any  # of matplotlib, which has no types here
+Axes: TypeAlias = Any  # matplotlib's Axes, which are untyped here
 
 _HEIGHT = 2.3  # inches, of figures other than the heat map
 _DECADES = 2  # a wider range than this needs a logarithmic axis
-_NOTHING = 1e-30  # a share that is drawn below every axis
-_LEFT_OUT = 0.1  # per cent of the smallest magnitudes, whose long tail says nothing about outliers
+_NOTHING = 1e-30  # drawn in place of a share of 0, far below every axis
+_LEFT_OUT = 0.1  # percentile below which the long tail says nothing about outliers
 
 
 def plot(
@@ -46,14 +46,13 @@ def plot(
         profile: what was recorded.
         kind: "layers": the largest attention logit and hidden state of each layer; "heads": the
             largest attention logit of each layer and head, as a heat map, or one for each attention
-            module of a layer; "magnitudes": how the magnitudes are distributed; "maps": sinks,
-            negative mass (of softmax, entropy) and context RMS of the attention maps by layer,
-            where they were measured;
-            "channels": the channels of linear inputs, keys, values and hidden states by their
-            largest magnitude, where they were recorded.
-        activation: "attention_logits" or "hidden_states"; None draws a panel for each or, where
+            module of a layer; "magnitudes": the distribution of magnitudes; "maps": sinks, negative
+            mass (entropy for softmax) and context RMS of the attention maps by layer, if they were
+            measured; "channels": the channels of linear inputs, keys, values and hidden states by
+            their largest magnitude, if they were recorded.
+        activation: "attention_logits" or "hidden_states"; None draws a panel for each or, if
             `ax` is given, the attention logits.
-        ax: draw one panel here, and not in a new figure.
+        ax: draw one panel here instead of in a new figure.
 
     Returns:
         The new matplotlib Figure (outside of pyplot; notebooks show it, `savefig` writes it), or
@@ -105,7 +104,7 @@ def save_figures(profile: Profile, folder: str | Path) -> list[Path]:
     """Write every figure of a profile as PNG and SVG, and its numbers as CSV.
 
     The same profile gives the same bytes. A profile with only extremes has no figure of magnitudes,
-    one without maps or channels none of them.
+    and one without maps or channels has no figure of those.
 
     Returns:
         The files: `layers.png`, `layers.svg`, `layers.csv`, and so on.
@@ -186,7 +185,7 @@ def _draw_magnitudes(ax: Axes, profile: Profile, data: pd.DataFrame, activation:
     zeros, data = data[data["high"] == 0], data[data["high"] > 0]
     for branch, curve in _by_branch(data):
         edges = np.append(curve["low"], curve["high"].iloc[-1])
-        # An empty bin lies far below the axis, so that a lone one beside it is drawn to the ground.
+        # Empty bins are drawn far below the axis, so that isolated bins reach down to it.
         shares = curve["share_per_octave"].replace(0, _NOTHING).to_numpy(float)
         if branch != 2:
             ax.stairs(shares, edges, baseline=_NOTHING, fill=True, color=color, alpha=0.12)
@@ -226,7 +225,7 @@ def _by_branch(data: pd.DataFrame) -> Iterator[tuple[int | None, pd.DataFrame]]:
 
 
 def _line(branch: int | None) -> dict[str, Any]:
-    """The branches share the model's colour, so they differ in line."""
+    """Label and line style of a branch; both branches share the model's colour."""
     if branch is None:
         return {}
     return {"label": f"branch {branch}", "linestyle": "--" if branch == 2 else "-"}

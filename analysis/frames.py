@@ -1,4 +1,4 @@
-"""The numbers behind each figure, as they are written beside it."""
+"""The numbers behind each figure, as saved beside it."""
 
 from collections.abc import Callable, Iterator
 
@@ -31,11 +31,11 @@ def figure_data(profile: Profile, kind: str) -> pd.DataFrame:
 
     Args:
         profile: what was recorded.
-        kind: "layers" (one row an activation, layer and branch), "heads" (one row an attention
-            module and head) or "magnitudes" (one row an activation, branch and bin of a quarter
-            octave, magnitudes in [low, high), and one with low = high = 0 for the zeros, if any) or
-            "maps" (one row an attention module and kind of map) or "channels" (see
-            `channels_frame`). `module` is what a module, `name`, is called in its layer.
+        kind: "layers" (one row per activation, layer and branch), "heads" (one row per attention
+            module and head), "magnitudes" (one row per activation, branch and quarter-octave bin,
+            magnitudes in [low, high), and one with low = high = 0 for the zeros, if any), "maps"
+            (one row per attention module and kind of map) or "channels" (see `channels_frame`).
+            `name` is a module's full name, `module` its name within its layer.
 
     Raises:
         UsageError: an unknown kind, magnitudes of a recording that kept only extremes, or maps or
@@ -48,7 +48,7 @@ def figure_data(profile: Profile, kind: str) -> pd.DataFrame:
 
 
 def activations_of(profile: Profile, activation: str | None) -> list[str]:
-    """The activations to draw: the one that is named, or else all.
+    """The activations to draw: the named one, or all.
 
     Raises:
         UsageError: an unknown activation.
@@ -67,7 +67,7 @@ def _layers(profile: Profile) -> pd.DataFrame:
     frame = profile.to_frame().astype({"absmax": float})
     frame = frame[frame["activation"].isin(ACTIVATIONS)]
     keys = ["activation", "layer", "branch"]
-    # sort=False keeps the activations in their order; a frame's layers are in theirs already.
+    # sort=False keeps the order of the activations; the layers of a frame are already in order.
     return frame.groupby(keys, dropna=False, sort=False)["absmax"].max().reset_index()
 
 
@@ -98,7 +98,7 @@ def _magnitudes(profile: Profile) -> pd.DataFrame:
 def branch_histograms(
     part: AttentionLogits | HiddenStates,
 ) -> Iterator[tuple[int | None, Histogram]]:
-    """One histogram a branch, all layers together."""
+    """One histogram per branch, over all layers."""
     totals: dict[int | None, Histogram] = {}
     for site in part.sites:
         if site.histogram is None:

@@ -1,4 +1,4 @@
-"""The heat map of a model's heads: layer by head, the largest attention logit of each."""
+"""Heat map of a model's heads: the largest attention logit of each layer and head."""
 
 from typing import Any, TypeAlias
 
@@ -10,27 +10,27 @@ from quantdiff.analysis.style import heat_map
 
 __all__ = ["draw_heads"]
 
-Axes: TypeAlias = Any  # of matplotlib, which has no types here
+Axes: TypeAlias = Any  # matplotlib's Axes, which are untyped here
 
 
 def draw_heads(ax: Axes, data: pd.DataFrame, largest: float | None = None) -> Any:
-    """Draw the heads of one model, one branch above the other where all layers agree on them.
+    """Draw the heads of one model, one branch above the other if all layers agree on the branches.
 
     Args:
         ax: the panel.
-        data: one row a layer and head with `branch` and `absmax`, as `figure_data` gives; of one
-            module a layer, see `by_module`.
-        largest: end of the colour scale, which begins at 0; None: the largest value.
+        data: one row per layer and head with `branch` and `absmax`, as from `figure_data`; with one
+            module per layer, see `by_module`.
+        largest: upper end of the colour scale, which starts at 0; None for the largest value.
 
     Returns:
-        What a colour bar is made for.
+        The mappable for a colour bar.
     """
     table = data.pivot(index="head", columns="layer", values="absmax")
     by_head = data.groupby("head")["branch"]
     agreed = bool(by_head.nunique(dropna=False).eq(1).all())
     branches: list[int | None] = [None] * len(table)
     if agreed:
-        # One branch above the other, whatever heads the layout pairs.
+        # One branch above the other, whichever heads the layout pairs.
         kinds = by_head.first().sort_values(kind="stable", na_position="first")
         table = table.loc[kinds.index]
         branches = [None if pd.isna(branch) else int(branch) for branch in kinds]

@@ -1,4 +1,4 @@
-"""Attention maps as a table and a figure: what the papers claim of them, layer by layer."""
+"""Attention maps as a table and a figure: what the papers claim about them, layer by layer."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -19,19 +19,19 @@ __all__ = ["least_norm", "maps_frame", "maps_table", "plot_maps"]
 _LINES = {"softmax": "-", "difference": "-.", "branch 1": "--", "branch 2": ":"}
 _NAMES = {"softmax": "softmax", "difference": "map 1 − λ·map 2", "branch 1": "map 1",
           "branch 2": "map 2"}  # fmt: skip
-_WHOLE_ROW = 1 - 1e-4  # what fp32 leaves at least of a sum of 1
+_WHOLE_ROW = 1 - 1e-4  # the least that a sum of 1 comes to in fp32
 _LABELS = {"negative_mass": "negative mass Σ|w|, w < 0", "entropy": "entropy (nats)"}
 
 
 def maps_frame(profile: Profile) -> pd.DataFrame:
-    """One row an attention module and kind of map: the measures of all its heads together.
+    """One row per attention module and kind of map, with measures over all its heads.
 
-    `module` is what the module, `name`, is called in its layer.
+    `name` is a module's full name, `module` its name within its layer.
 
     Raises:
         UsageError: the maps were not measured.
     """
-    profile.maps_frame()  # refuses with the remedy
+    profile.maps_frame()  # raises and says how to measure maps
     names = own_names(profile)
     return pd.DataFrame([
         {"name": site.name, "module": names[site.name], "layer": site.layer, "kind": site.kind}
@@ -41,10 +41,11 @@ def maps_frame(profile: Profile) -> pd.DataFrame:
 
 
 def least_norm(sites: Sequence[MapStatistics], longest: int) -> float:
-    """The context RMS that no row of some maps falls below.
+    """A lower bound on the context RMS of every row of some maps.
 
-    That is 1/√n for weights that sum to 1 over n keys, and 0 for differences, where a learned sink
-    takes a share of the weights, and for cross-attention, whose n is not that of the sequences.
+    This is 1/√n for weights that sum to 1 over n keys, and 0 for differences, for maps where a
+    learned sink takes a share of the weights, and for cross-attention, whose n is not the sequence
+    length.
 
     Args:
         sites: measures of the maps.
@@ -60,7 +61,7 @@ def least_norm(sites: Sequence[MapStatistics], longest: int) -> float:
 
 
 def maps_table(profile: Profile) -> Table:
-    """The maps that weigh the values, one line an attention module."""
+    """The maps that weight the values, one row per attention module."""
     sites = [site for site in profile.maps or [] if site.kind in ("softmax", "difference")]
     several = len(by_module(maps_frame(profile))) > 1
     names = own_names(profile)
@@ -95,7 +96,7 @@ def maps_table(profile: Profile) -> Table:
 
 
 def plot_maps(profile: Profile) -> Any:
-    """Sinks, negative mass (of softmax, entropy) and context RMS by layer, in a new figure.
+    """Draw sinks, negative mass (entropy for softmax) and context RMS by layer, in a new figure.
 
     Raises:
         UsageError: the maps were not measured.
@@ -165,7 +166,7 @@ def _cell(value: float | None) -> str:
 
 
 def _lambda(profile: Profile, site: MapStatistics) -> str:
-    """λ of a layer: its number, or in V2 the mean over tokens and pairs."""
+    """λ of a layer: its value or, in V2, the mean over tokens and pairs."""
     for other in profile.lambdas:
         if other.layer == site.layer and other.moments is not None:
             return _cell(float(other.moments.total().mean[0]))

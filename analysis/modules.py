@@ -1,4 +1,4 @@
-"""Attention modules of one layer told apart, as those of decoders with cross-attention are."""
+"""Distinguishing the attention modules of a layer, as in decoders with cross-attention."""
 
 import pandas as pd
 
@@ -6,29 +6,29 @@ from quantdiff.statistics.profile import Profile
 
 __all__ = ["MARKERS", "by_module", "own_names"]
 
-MARKERS = ("", "o", "s", "^")  # of the lines of a layer's modules, one after the other
+MARKERS = ("", "o", "s", "^")  # for the lines of a layer's modules, in order
 
 
 def own_names(profile: Profile) -> dict[str, str]:
-    """What each attention site is called in its layer, by its whole name."""
+    """The name of each attention site within its layer, by its full name."""
     layers = {site.layer: site.name for site in profile.hidden_states.sites}
     sites = [(site.name, site.layer) for site in profile.attention_logits.sites]
     sites += [(site.name, site.layer) for site in profile.maps or []]
     return {
-        # A layer may attend by itself.
+        # A layer may itself be the attention module.
         name: name.removeprefix(layers.get(layer, "")).strip(" .") or "attention"
         for name, layer in sites
     }
 
 
 def by_module(data: pd.DataFrame) -> list[tuple[str | None, pd.DataFrame]]:
-    """The rows of each kind of attention module, where a layer of the model holds several.
+    """Split rows by kind of attention module, if any layer of the model holds several.
 
     Args:
-        data: of one model, with `layer`, and `module` as `own_names` gives it.
+        data: rows of one model, with `layer`, and `module` as from `own_names`.
 
     Returns:
-        Name and rows of each kind, in their order; else None and all rows.
+        Name and rows of each kind, in order of appearance; otherwise None and all rows.
     """
     if not data.groupby("layer")["module"].nunique().gt(1).any():
         return [(None, data)]

@@ -1,4 +1,4 @@
-"""Profiles, calibration tables and sweeps as a notebook shows them."""
+"""Profiles, calibration tables and sweeps as HTML for notebooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["to_html"]
 
 
 def to_html(shown: Any) -> str:
-    """What a notebook shows, as HTML in which every name is escaped.
+    """Render an object as HTML for a notebook, with every name escaped.
 
     Args:
         shown: a `Profile`, a `CalibrationTable`, or the `SweepResults` of a sweep.

@@ -18,10 +18,10 @@ __all__ = ["check_layout", "check_length", "profile_text"]
 
 
 def check_layout(name: str) -> None:
-    """Refuse a head layout that is not known.
+    """Refuse an unknown head layout.
 
     Raises:
-        UsageError: names those that are.
+        UsageError: names the known ones.
     """
     try:
         given_family(name)
@@ -30,7 +30,7 @@ def check_layout(name: str) -> None:
 
 
 def check_length(model: torch.nn.Module, seq_len: int) -> None:
-    """Refuse windows that the model was not made for.
+    """Refuse windows longer than the model's context.
 
     Raises:
         UsageError: `seq_len` is beyond the model's context.
@@ -61,20 +61,20 @@ def profile_text(
     """Record a model's activations over windows of text.
 
     Args:
-        model: any model that `quantdiff.record` takes and whose forward takes `input_ids` and
+        model: any model that `quantdiff.record` accepts and whose forward takes `input_ids` and
             `attention_mask`, (B, N).
         windows: the text as tokens.
-        batch_size: windows in one forward pass; changes nothing in the result.
+        batch_size: windows per forward pass; does not change the result.
         top_k, detail, layout, maps, spans, sites: as in `quantdiff.record`.
-        progress: told the number of tokens after each pass.
-        stop: asked after each pass; True ends the recording, which is then marked partial.
+        progress: called after each pass with its number of tokens.
+        stop: called after each pass; True ends the recording, which is then marked partial.
 
     Raises:
         UsageError: windows beyond the model's context, or token ids outside its vocabulary.
-        RecordingError: the model cannot be recorded rightly.
+        RecordingError: the model cannot be recorded correctly.
     """
     check_length(model, max(len(window) for window in windows.windows))
-    if hasattr(model, "get_input_embeddings"):  # others do not say how many tokens they know
+    if hasattr(model, "get_input_embeddings"):  # others do not expose a vocabulary size
         check_vocabulary(windows, vocabulary_size(model))
     device, options = model_device(model), forward_options(model)
     partial, seen = False, 0

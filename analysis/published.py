@@ -1,4 +1,4 @@
-"""What the paper on differential attention printed, to stand beneath a measured table."""
+"""Published numbers of the differential attention paper, to show beneath measured tables."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ MODELS = (
     "size 3,072, head width 128, 24 heads of the one and 12 differential heads of the other, "
     "trained on 350B tokens"
 )
-TOKENS = 400_000  # of Table 5; "0.4M" is printed
+TOKENS = 400_000  # in Table 5, printed as "0.4M"
 
 SOURCE = (
     "Differential Transformer, arXiv 2410.05258 (ICLR 2025), Table 5: largest activation values "
@@ -86,7 +86,7 @@ def table_5_frame() -> pd.DataFrame:
 
 
 def figure_8_frame() -> pd.DataFrame:
-    """Figure 8, one row a model, and its accuracies by bits: `bits_16`, `bits_8`, …."""
+    """Figure 8, one row per model, with its accuracies by bits: `bits_16`, `bits_8`, …."""
     return pd.DataFrame([
         {"model": model} | {f"bits_{bits}": value for bits, value in values.items()}
         for model, values in FIGURE_8.items()

@@ -11,16 +11,16 @@ from quantdiff.calibration.table import CalibrationTable
 
 __all__ = ["plot_ranges", "reaches"]
 
-Axes: TypeAlias = Any  # of matplotlib, which has no types here
+Axes: TypeAlias = Any  # matplotlib's Axes, which are untyped here
 
 _HEIGHT = 2.1  # inches without the legend
 _DECADES = 2  # a wider range than this needs a logarithmic axis
 
 
 def reaches(table: CalibrationTable) -> pd.DataFrame:
-    """How far a symmetric grid over all heads would reach: a row a layer, a column an observer.
+    """The reach of a symmetric grid over all heads: one row per layer, one column per observer.
 
-    Where a layer attends in several modules, the one that reaches farthest.
+    If a layer has several attention modules, that of the one that reaches farthest.
     """
     frame = table.to_frame()
     frame["reach"] = frame[["least", "most"]].abs().max(axis=1)
@@ -28,11 +28,11 @@ def reaches(table: CalibrationTable) -> pd.DataFrame:
 
 
 def plot_ranges(table: CalibrationTable, *, ax: Axes | None = None) -> Any:
-    """Draw the ranges of the attention logits, a line an observer.
+    """Draw the ranges of the attention logits, one line per observer.
 
     Args:
         table: the table.
-        ax: draw here, and not in a new figure.
+        ax: draw here instead of in a new figure.
 
     Returns:
         The new matplotlib Figure (outside of pyplot; notebooks show it, `savefig` writes it), or

@@ -1,4 +1,4 @@
-"""Which layers or heads suffer most from quantization, and how bits are best shared out."""
+"""Which layers or heads suffer most from quantization, and how best to allocate bits."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocation", "Place", "Sensitivity", "measure_sensitivity", "share_out"]
 
-# What a set of schemes costs: a number, 0 without quantization, larger for worse.
+# The cost of a set of schemes: 0 without quantization, larger for worse.
 Cost = Callable[[Sequence[Scheme]], float]
-# A layer, or a head: its layer, and its number there. All of one measurement are of one kind.
+# A layer, or a head as (layer, number in the layer); one measurement has places of one kind only.
 Place: TypeAlias = int | tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What it costs to quantize one layer, or one head, at a time.
+    """The cost of quantizing one layer, or one head, at a time.
 
     Attributes:
-        template: the schemes that are used together; their bits, layers and heads are varied.
+        template: the schemes used together; their bits, layers and heads are varied.
         costs: layer, or (layer, head) -> bits -> cost.
         model: its name, if it has one.
-        evaluation, metric: of which the costs are; they are how much worse it gets.
+        evaluation, metric: what the costs refer to; a cost is how much worse the metric gets.
     """
 
     template: tuple[Scheme, ...]
@@ -51,20 +51,20 @@ class Sensitivity:
         evaluation: str | None = None,
         metric: str | None = None,
     ) -> "Sensitivity":
-        """What a sweep layer by layer, or head by head, has found.
+        """The sensitivity found by a layer-by-layer or head-by-head sweep.
 
         Args:
             results: of `sweep(…, each="layer")` or `each="head"`.
-            model: name of the one; by default the only one.
-            site: as in `results.jsonl`, such as `weights` or `keys+values`; by default the only.
-            each: `layer` or `head`; by default what there is.
-            evaluation, metric: whose numbers are the costs: how much worse they are than those of
-                the model as it is. By default the KL divergence, or else the mean negative
-                log-likelihood, or else the first metric, such as `acc`, of which it is known
-                whether more is worse.
+            model: name of the model; by default the only one.
+            site: as in `results.jsonl`, such as `weights` or `keys+values`; default: the only one.
+            each: `layer` or `head`; by default whichever there is.
+            evaluation, metric: the numbers to take costs from: how much worse they are than those
+                of the unquantized model. By default the KL divergence, else the mean negative
+                log-likelihood, else the first metric, such as `acc`, for which it is known whether
+                more is worse.
 
         Raises:
-            UsageError: there is none, or more than one, or a cell of it failed or is missing.
+            UsageError: there is none or more than one, or one of its cells failed or is missing.
         """
         from quantdiff.analysis.sweep.sensitivities import chosen_sensitivity
 
@@ -72,7 +72,7 @@ class Sensitivity:
 
     @property
     def cost(self) -> str:
-        """What the cost is, in words."""
+        """A description of the cost."""
         if not self.metric:
             return "cost"
         worse = "" if self.metric == "kl" else ", worse by"
@@ -80,12 +80,12 @@ class Sensitivity:
 
     @property
     def of_heads(self) -> bool:
-        """Whether heads were tried, and not layers."""
+        """Whether heads were tried rather than layers."""
         return any(isinstance(place, tuple) for place in self.costs)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that were tried, which need not be all that the model has.
+        """The layers that were tried, which need not be all layers of the model.
 
         Raises:
             UsageError: heads were tried.
@@ -96,20 +96,20 @@ class Sensitivity:
 
     @property
     def bits(self) -> list[int]:
-        """The widths that were tried in all places, the most bits first."""
+        """The widths that were tried in all places, widest first."""
         known = [set(by) for by in self.costs.values()]
         return sorted(set.intersection(*known), reverse=True) if known else []
 
     def ranking(self, bits: int) -> list[Place]:
-        """Places, the most sensitive first; the lower number first where they cost the same."""
+        """Places, the most sensitive first; those of equal cost in ascending order."""
         places = sorted(self.costs)  # type: ignore[type-var]
         return sorted(places, key=lambda place: -self.costs[place][bits])
 
     def correlation(self, other: "Sensitivity", bits: int) -> float:
-        """Spearman's rank correlation of the costs of the same places in another measurement.
+        """Spearman's rank correlation with the costs of the same places in another measurement.
 
         Raises:
-            UsageError: other layers or heads, or fewer than two.
+            UsageError: the layers or heads differ, or there are fewer than two.
         """
         if set(self.costs) != set(other.costs) or len(self.costs) < 2:
             raise UsageError(
@@ -122,7 +122,7 @@ class Sensitivity:
         return float(np.corrcoef(np.array(ranks))[0, 1])
 
     def frame(self) -> "pd.DataFrame":
-        """One row a place and width: layer, head (where heads were tried), bits, cost."""
+        """One row per place and width: layer, head (if heads were tried), bits, cost."""
         import pandas as pd
 
         rows = [
@@ -134,7 +134,7 @@ class Sensitivity:
         return pd.DataFrame(rows, columns=[*names, "bits", "cost"])
 
     def uniform(self, bits: int) -> list[Scheme]:
-        """The schemes at some bits, for all layers that were tried.
+        """The schemes at the given bits, for all layers that were tried.
 
         Raises:
             UsageError: heads were tried.
@@ -146,10 +146,10 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bits of every layer that was tried; the others stay as they are, and no average counts them.
+    """Bits of each layer that was tried; the others stay as they are and count in no average.
 
     Attributes:
-        template: the schemes that are used together.
+        template: the schemes used together.
         bits: layer -> bits.
         expected: the sum of the layers' costs.
     """
@@ -160,11 +160,11 @@ class Allocation:
 
     @property
     def average(self) -> float:
-        """Bits of the average layer."""
+        """Average bits per layer."""
         return float(np.mean(list(self.bits.values())))
 
     def schemes(self) -> list[Scheme]:
-        """One scheme a site and width, for the layers that have it."""
+        """One scheme per site and width, for the layers with that width."""
         found = []
         for width in sorted(set(self.bits.values())):
             layers = tuple(n for n, own in self.bits.items() if own == width)
@@ -182,14 +182,14 @@ def measure_sensitivity(
     *,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Sensitivity:
-    """Quantize one layer at a time to each of some widths.
+    """Measure the cost of quantizing one layer at a time, at each of the given widths.
 
     Args:
-        cost: measures schemes, for example the divergence from the unquantized model.
-        schemes: one, or several that are used together, whose bits and layers are varied.
-        layers: how many the model has, or the numbers of those that hold the sites.
+        cost: measures the cost of schemes, for example the divergence from the unquantized model.
+        schemes: one scheme, or several used together; their bits and layers are varied.
+        layers: the number of layers, or the numbers of those that hold the sites.
         bits: widths.
-        progress: told the number of measurements done since the last call.
+        progress: called with the number of measurements done since the last call.
     """
     template = (schemes,) if isinstance(schemes, Scheme) else tuple(schemes)
     costs: dict[Place, dict[int, float]] = {}
@@ -202,21 +202,21 @@ def measure_sensitivity(
 
 
 def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
-    """Share bits out under a budget of average bits: the least sum of the layers' costs.
+    """Allocate bits under a budget of average bits, minimizing the sum of the layers' costs.
 
     Exact for that sum, by dynamic programming over layers and total bits (a greedy search may get
-    stuck); that the costs of layers add up is what is supposed.
+    stuck); that the costs of layers add up is an assumption.
 
     Args:
-        sensitivity: costs of every layer alone.
-        budget: bits at most of the average layer among these.
+        sensitivity: costs of each layer alone.
+        budget: maximum average bits of these layers.
 
     Returns:
-        The curve: the best allocation of each total number of bits that is better than all with
-        fewer, from the most bits down to the best that keeps the budget, which is last.
+        The curve: for each total number of bits, the best allocation, if it is better than all with
+        fewer bits; from the most bits down to the best one within the budget, which is last.
 
     Raises:
-        UsageError: a budget below the fewest bits that were measured, or heads.
+        UsageError: a budget below the fewest bits that were measured, or costs of heads.
     """
     costs = {layer: sensitivity.costs[layer] for layer in sensitivity.layers}
     # Total bits of the layers so far -> (cost, bits of each).
@@ -247,6 +247,6 @@ def share_out(sensitivity: Sensitivity, budget: float) -> list[Allocation]:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """From 0, equal values sharing the mean of their places."""
+    """Ranks from 0; equal values share the mean of their ranks."""
     array = np.asarray(values, np.float64)
     return [float((array < x).sum() + ((array == x).sum() - 1) / 2) for x in array]

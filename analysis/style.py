@@ -1,4 +1,4 @@
-"""The look of every figure: sizes of a paper's columns, one palette, one colour a model."""
+"""The look of all figures: widths of a paper's columns, one palette, one colour per model."""
 
 import io
 import math
@@ -32,11 +32,11 @@ __all__ = [
 
 SINGLE, DOUBLE = 3.35, 6.9  # inches: one and two columns
 
-_LINE = 0.16  # inches of a line of a legend
-_HANDLE = 0.6  # inches of a line's picture in a legend
-_LETTERS = 14  # to an inch
+_LINE = 0.16  # inches per line of a legend
+_HANDLE = 0.6  # inches of a handle in a legend
+_LETTERS = 14  # per inch
 
-# For letters that DejaVu Sans lacks, such as Korean ones; those of them that are installed.
+# For letters that DejaVu Sans lacks, such as Korean ones; used if installed.
 _FURTHER = (
     "Noto Sans CJK KR", "Noto Sans CJK JP", "Noto Sans CJK SC", "Malgun Gothic", "Yu Gothic",
     "Microsoft YaHei", "Apple SD Gothic Neo", "Hiragino Sans", "PingFang SC",
@@ -44,8 +44,8 @@ _FURTHER = (
 _INSTALLED = {font.name for font in fontManager.ttflist}
 
 _SETTINGS: dict[str, Any] = {
-    # Named and not "sans-serif": a generic family is looked up when a figure is drawn, in the
-    # user's settings and not in these.
+    # By name, not "sans-serif": a generic family is looked up when a figure is drawn, in the
+    # user's settings instead of these.
     "font.family": ["DejaVu Sans", *(name for name in _FURTHER if name in _INSTALLED)],
     "font.size": 8,
     "axes.titlesize": 8,
@@ -88,14 +88,14 @@ _SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw in quantdiff's style; the user's matplotlib settings are back when the block ends."""
+    """Draw in quantdiff's style; the user's matplotlib settings are restored afterwards."""
     settings = {**sns.axes_style("ticks"), **sns.plotting_context("paper"), **_SETTINGS}
     with mpl.rc_context(settings):
         yield
 
 
 def model_colors(models: Iterable[str]) -> dict[str, tuple[float, float, float]]:
-    """A colour for each model, told apart also by colour-blind readers for up to nine models.
+    """A colour for each model, distinct for colour-blind readers too for up to nine models.
 
     The first model named gets the first colour, so a report that always names its models in the
     same order draws each in one colour everywhere.
@@ -109,24 +109,24 @@ def model_colors(models: Iterable[str]) -> dict[str, tuple[float, float, float]]
 
 def heat_map() -> Any:
     """A perceptually uniform colour map, darker where larger, so that it survives grey printing."""
-    # Not down to black, where neighbouring values could not be told apart.
+    # Not down to black, where neighbouring values would be indistinguishable.
     shades = sns.color_palette("mako_r", as_cmap=True)(np.linspace(0, 0.85, 256))
     return ListedColormap(shades, name="quantdiff")
 
 
 class Page(Figure):  # type: ignore[misc]
-    """A figure outside of pyplot, so that nothing is left open; a notebook shows it by itself."""
+    """A figure outside pyplot, so that nothing is left open; notebooks display it automatically."""
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), layout="constrained")
 
     def draw(self, renderer: Any) -> None:
-        """Draw in quantdiff's style: ticks are made here, long after the panels."""
+        """Draw in quantdiff's style, since ticks are made here, long after the panels."""
         with style():
             super().draw(renderer)
 
     def savefig(self, *args: Any, **options: Any) -> None:
-        """Write the figure, at 200 dpi unless told otherwise."""
+        """Write the figure, by default at 200 dpi."""
         with style():
             super().savefig(*args, **options)
 
@@ -156,13 +156,12 @@ def save_page(page: Page, stem: Path) -> list[Path]:
 
 
 def legend_below(page: Page, entries: Sequence[tuple[str, Any]]) -> None:
-    """Give a page a legend for all its panels, in a strip of its own that is added below.
+    """Add a legend for all panels of a page, in a strip of its own below them.
 
     Args:
         page: grows by as many lines as the legend needs.
-        entries: name and what is drawn in front of it; without any there is no legend. Names are
-            shortened where they are wider than the page, none to another's, and neither `$` nor
-            `_` in them is mathematics.
+        entries: names and handles; if empty, no legend is added. Names wider than the page are
+            shortened but stay distinct, and `$` and `_` in them are not read as mathematics.
     """
     if not entries:
         return
@@ -174,20 +173,20 @@ def legend_below(page: Page, entries: Sequence[tuple[str, Any]]) -> None:
         length -= 1
         cut = shorten_apart(wide, length)
         names = [cut.get(name, name) for name, _ in entries]
-    # Columns are as wide as their own entries, at most as wide as the widest.
+    # Columns are as wide as their own entries, so none is wider than the widest entry.
     needs = [_HANDLE + _inches(name) for name in names]
     columns = len(names) if sum(needs) < width else max(int(width / max(needs)), 1)
     page.set_size_inches(width, height + _LINE * math.ceil(len(names) / columns))
     legend = page.legend(
         [handle for _, handle in entries], names, loc="outside lower center", ncols=columns,
-        handlelength=2.6,  # long enough that a dashed line is one
+        handlelength=2.6,  # long enough for a dashed line to look dashed
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
 def _inches(name: str) -> float:
-    """About how wide a name is in a legend."""
+    """The approximate width of a name in a legend."""
     return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in name) / _LETTERS
 
 
@@ -196,11 +195,11 @@ def set_title(target: Any, name: str, rest: str) -> None:
 
     Args:
         target: a `Figure` or an Axes.
-        name: shown as it is: neither `$` nor `_` is mathematics.
+        name: shown literally: `$` and `_` are not read as mathematics.
         rest: never shortened.
     """
     write = target.suptitle if isinstance(target, Figure) else target.set_title
-    # Letters are of many widths, so the width is measured; no column takes 200 of them.
+    # Letter widths vary, so the width is measured; no column fits 200 letters.
     for length in range(min(max(len(name), 4), 200), 3, -1):
         text = write(f"{shorten(name, length)} · {rest}", parse_math=False)
         if text.get_window_extent().width <= target.bbox.width * 0.97:

@@ -51,7 +51,7 @@ def heading(profile: Profile) -> Text:
 
 
 def profile_report(profile: Profile) -> list[Text | Table]:
-    """All that a terminal shows, in order: heading, table, worst layers, channels, maps."""
+    """Everything a terminal shows, in order: heading, table, worst layers, channels, maps."""
     maps = [maps_table(profile)] if profile.maps else []
     return [
         heading(profile), profile_table(profile), worst_layers_table(profile),
@@ -60,7 +60,7 @@ def profile_report(profile: Profile) -> list[Text | Table]:
 
 
 def profile_table(profile: Profile) -> Table:
-    """The largest magnitudes and the median, laid out as the paper's Table 5."""
+    """The largest magnitudes and the median, laid out like the paper's Table 5."""
     table = _table("activation", numbers=[*(f"top-{n}" for n in RANKS), "median"])
     parts: dict[str, Activations] = {kind: getattr(profile, kind) for kind in _WORDS}
     for kind, part in (parts | profile.sites).items():
@@ -70,7 +70,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def published_table() -> Table:
-    """The paper's own Table 5, to be shown beneath a measured one."""
+    """The paper's own Table 5, to show beneath a measured one."""
     table = _table("published", "activation", numbers=[*(f"top-{n}" for n in RANKS), "median"])
     for row in TABLE_5:
         cells = [number(row.ranks[n]) for n in RANKS]

@@ -1,4 +1,4 @@
-"""Names and numbers as a reader should see them."""
+"""Names and numbers formatted for readers."""
 
 import math
 import re
@@ -17,18 +17,18 @@ __all__ = [
 
 UNKNOWN = "–"
 
-_BEFORE = 3  # letters that are kept before the first in which names differ
-_HEAD = 6  # letters that are kept of a name that is cut a second time
-_LEAST = 12  # letters of a name that has others beside it
+_BEFORE = 3  # letters kept before the first one in which names differ
+_HEAD = 6  # letters kept of a name that is cut a second time
+_LEAST = 12  # letters of a name shown beside others, at least
 
 
 def literal(name: object) -> str:
-    """A name on one line: what cannot be printed (a line break, a lone surrogate) becomes `�`."""
+    """A name on one line; unprintable characters (a line break, a lone surrogate) become `�`."""
     return "".join(letter if letter.isprintable() else "�" for letter in str(name))
 
 
 def shorten(text: str, length: int) -> str:
-    """At most `length` characters, with an ellipsis in the middle where some had to go."""
+    """Shorten to at most `length` characters, with an ellipsis in the middle if any are cut."""
     if len(text) <= length:
         return text
     end = max(length - 1, 1) // 2
@@ -36,16 +36,16 @@ def shorten(text: str, length: int) -> str:
 
 
 def shorten_apart(names: Iterable[str], length: int) -> dict[str, str]:
-    """Names that stand side by side, each shortened, and none like another.
+    """Shorten names that are shown side by side, keeping them distinct.
 
-    Those that their ends do not tell apart begin where they begin to differ.
+    Those that would look the same are cut to begin shortly before they differ.
 
     Args:
-        names: of one legend or table.
-        length: characters of each, at most; more where so few cannot tell them apart.
+        names: those in one legend or table.
+        length: characters of each, at most; more if so few cannot keep them distinct.
 
     Returns:
-        By name, in the order of the names.
+        The shortened names by name, in the order of the names.
     """
     length = max(length, _LEAST)
     found = {name: shorten(name, length) for name in names}
@@ -54,7 +54,7 @@ def shorten_apart(names: Iterable[str], length: int) -> dict[str, str]:
         alike.setdefault(short, []).append(name)
     for group in alike.values():
         if len(group) > 1:
-            # What was cut already has in its first letters how it differs from other groups.
+            # The first letters of a name that was cut before distinguish it from other groups.
             kept = group[0][:_HEAD] if group[0].startswith("…") else ""
             start = _alike(group) - _BEFORE
             if start > len(kept) + 1:
@@ -66,7 +66,7 @@ def shorten_apart(names: Iterable[str], length: int) -> dict[str, str]:
 
 
 def _alike(names: list[str]) -> int:
-    """Letters at the start that names have in common."""
+    """The number of leading letters that names share."""
     for place, letters in enumerate(zip(*names, strict=False)):
         if len(set(letters)) > 1:
             return place
@@ -74,12 +74,12 @@ def _alike(names: list[str]) -> int:
 
 
 def slug(name: str, length: int = 40) -> str:
-    """The end of a name as part of a file's name; two names may give the same."""
+    """The end of a name, for use in a file name; different names may give the same."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[-length:].strip("-.") or "unnamed"
 
 
 def number(value: float | None) -> str:
-    """One decimal from 10 on, as the paper prints them, three significant digits below."""
+    """One decimal from 10 up, as in the paper; three significant digits below."""
     if value is None or math.isnan(value):
         return UNKNOWN
     if value == 0:
@@ -90,12 +90,12 @@ def number(value: float | None) -> str:
 
 
 def four_digits(value: float) -> str:
-    """Four significant digits: widths are compared, which often differ in the fourth."""
+    """Four significant digits: values at different widths often differ only in the fourth."""
     if value == 0:
         return "0"
     return f"{value:.1f}" if 1000 <= abs(value) < 1e7 else f"{value:#.4g}".rstrip(".")
 
 
 def two_digits(error: float) -> str:
-    """Two significant digits of a standard error, for more would claim too much."""
+    """Two significant digits of a standard error, as more would claim too much."""
     return f"{error:.0f}" if error >= 10 else f"{error:#.2g}"

@@ -1,6 +1,6 @@
-"""Text to token batches, observers, the calibration table, the shipped corpus.
+"""Token batches from text, observers, the calibration table, the shipped corpus.
 
-The public names are imported when they are first used: reading text must not wait for a recorder.
+The public names are imported on first use: reading text must not wait for a recorder.
 """
 
 from typing import TYPE_CHECKING

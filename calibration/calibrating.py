@@ -1,4 +1,4 @@
-"""Calibration: the recorder run once over text, and a table of what it saw."""
+"""Calibration: one run of the recorder over text, and a table of what it saw."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from quantdiff.models import context_length, vocabulary_size
 
 __all__ = ["calibrate"]
 
-_FIRST_PART = 0.75  # of the tokens, after which the ranges are compared with those at the end
+_FIRST_PART = 0.75  # of the tokens; the ranges at this point are compared with those at the end
 
 Batch = Mapping[str, Any]
 
@@ -36,25 +36,25 @@ def calibrate(
 ) -> CalibrationTable:
     """Record a model's activations over some batches and make the table for all observers.
 
-    The model runs over the data once. Padding (by `attention_mask`) never counts, and neither the
-    order of the batches nor what stands together in one changes a range.
+    The model runs over the data once. Padding (by `attention_mask`) never counts, and ranges depend
+    neither on the order of the batches nor on what is batched together.
 
     Args:
-        model: any model that `quantdiff.record` takes.
+        model: any model that `quantdiff.record` accepts.
         batches: windows of text (`quantdiff.calibration.text_windows`), for a model whose forward
-            takes `input_ids` and `attention_mask`, (B, N), or dictionaries of what it takes. All
-            of them are held at once, on the device where they are.
-        source: name of the data, for the record; that of windows by default.
-        batch_size: windows in one forward pass; unused for batches.
+            takes `input_ids` and `attention_mask`, (B, N), or dictionaries of its inputs. All of
+            them are held at once, on the device where they are.
+        source: name of the data, for the record; by default that of the windows.
+        batch_size: windows per forward pass; unused for dictionaries.
         layout: head layout of a model that quantdiff does not know, as in `quantdiff.record`.
-        sites: whose ranges are held beside those of the attention logits: `linear_inputs`, `keys`,
-            `values`, `hidden_states`.
-        progress: told the number of tokens after each pass.
-        stop: asked after each pass; True ends the calibration, whose table is then marked partial.
+        sites: those whose ranges are held in addition to the attention logits: `linear_inputs`,
+            `keys`, `values`, `hidden_states`.
+        progress: called after each pass with its number of tokens.
+        stop: called between passes; True ends the calibration, whose table is then marked partial.
 
     Raises:
         UsageError: no batches, or text that does not fit the model.
-        RecordingError: the model cannot be recorded rightly.
+        RecordingError: the model cannot be recorded correctly.
     """
     if isinstance(batches, TextWindows):
         windows, source = batches, source or batches.source
@@ -97,7 +97,7 @@ def _check(model: torch.nn.Module, windows: TextWindows) -> None:
             f"windows of {longest} tokens are beyond the model's context of {limit}; "
             "choose a shorter sequence length"
         )
-    if hasattr(model, "get_input_embeddings"):  # others do not say how many tokens they know
+    if hasattr(model, "get_input_embeddings"):  # others do not state their vocabulary size
         check_vocabulary(windows, vocabulary_size(model))
 
 
@@ -122,7 +122,7 @@ def _moved(batch: Batch, device: torch.device) -> dict[str, Any]:
 
 
 def _tokens(batch: Batch) -> int:
-    """Real tokens of a batch; of inputs that are no tokens their number of rows."""
+    """Number of real tokens of a batch; for inputs that are not tokens, of rows."""
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return int((mask != 0).sum())
@@ -132,7 +132,7 @@ def _tokens(batch: Batch) -> int:
 
 
 def _fingerprint(work: list[Batch]) -> str:
-    """SHA-256 as hex, of token ids that of `TextWindows`, whatever the batches and the padding."""
+    """SHA-256 as hex; for token ids, that of `TextWindows`, whatever the batches and padding."""
     digest = hashlib.sha256()
     for batch in work:
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")

@@ -1,4 +1,4 @@
-"""Whether a calibration has seen enough: how much its ranges still moved towards the end."""
+"""Whether a calibration has seen enough data: how much its ranges still moved near the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from quantdiff.calibration.observers import Range
 
 __all__ = ["LARGEST", "MEDIAN", "Moved", "movement"]
 
-# A range that is off by a share x changes the squared rounding error by about 2x. So at these
-# bounds half of the heads may be off by 4 % of the error, which is below what the choice of the
-# observer changes, and the worst one by 20 %. The last quarter of the data shows about what
-# another third of them would still change.
+# A range that is off by a fraction x changes the squared rounding error by about 2x. So at these
+# bounds half of the heads may be off by 4 % of the error, which is less than the choice of observer
+# changes, and the worst one by 20 %. The last quarter of the data shows about what another third of
+# the data would still change.
 MEDIAN, LARGEST = 0.02, 0.10
 
 
@@ -23,10 +23,10 @@ class Moved:
 
     Attributes:
         largest: relative change of the range that moved most, over all sites and heads.
-        median: of all of them.
+        median: median relative change of all of them.
         site: name of the site that moved most.
         layer: its layer.
-        head: its head; None where a range spans them all.
+        head: its head; None if a range spans all heads.
     """
 
     largest: float
@@ -46,15 +46,14 @@ def movement(
 ) -> Moved:
     """Compare two sets of ranges.
 
-    The change of a range is how far its ends moved, of two the farther, as a share of the larger
-    magnitude among the ends that it has at last; a range that was nothing before moved by 1, one
-    that is nothing still by 0.
+    The change of a range is how far its ends moved (the farther of the two), relative to the larger
+    magnitude of its final ends; a range that was zero before moved by 1, one still zero by 0.
 
     Args:
         sites: name and layer of each site, at least one.
-        earlier, whole: its (least, most), (H,) or (H, C) each.
-        symmetric: only the magnitude counts.
-        per_head: whether the ranges of a site differ.
+        earlier, whole: (least, most) of each site, (H,) or (H, C) each.
+        symmetric: whether only the magnitude counts.
+        per_head: whether the ranges within a site differ.
     """
     changes = [
         _change(before, after, symmetric) for before, after in zip(earlier, whole, strict=True)

@@ -18,11 +18,11 @@ _GRANULARITIES = ("tensor", "head")
 def ranges_frame(table: "CalibrationTable", granularity: str = "tensor") -> "pd.DataFrame":
     """The ranges of the attention logits that each observer finds, as `CalibrationTable.range`.
 
-    A symmetric grid reaches as far as the larger magnitude of `least` and `most`.
+    A symmetric grid extends to the larger magnitude of `least` and `most`.
 
     Args:
         table: the table.
-        granularity: "tensor", one row a site and observer, or "head", one row a head of them too.
+        granularity: "tensor", one row per site and observer, or "head", one per head as well.
 
     Returns:
         name, layer, head and branch (both missing for `tensor`; a standard head has no branch),

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, or local folders of data files, through `datasets`."""
+"""Datasets on the Hugging Face hub, or local folders of data files, through `datasets`."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ def hub_documents(name: str) -> Iterator[Iterable[str]]:
     """Documents of `hub:ID[:split[:column]]`, streamed; see `read_documents`.
 
     Raises:
-        UsageError: no such data set, split or column, a slice, or rows that hold no text.
+        UsageError: no such dataset, split or column, a slice, or rows that hold no text.
         MissingExtraError: `datasets` is not installed.
     """
     identifier, split, column = _hub_parts(name)
@@ -21,7 +21,7 @@ def hub_documents(name: str) -> Iterator[Iterable[str]]:
     path, configuration = identifier, None
     if identifier.count("/") == 2 and not Path(identifier).exists():
         path, _, configuration = identifier.rpartition("/")
-    # What goes wrong in there comes as almost anything; a mistake of ours would not be in there.
+    # Failures in `datasets` come as almost any type; an error of ours would not be raised there.
     failures = (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError)
     try:
         splits = datasets.load_dataset(path, configuration, streaming=True)

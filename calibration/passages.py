@@ -1,4 +1,4 @@
-"""Passages with a marked answer: one window each, and where the answer's tokens stand."""
+"""Passages with a marked answer: one window each, and the position of the answer's tokens."""
 
 import json
 from pathlib import Path
@@ -19,19 +19,19 @@ def read_passages(
     """Read passages whose answers are marked, for the attention mass on them.
 
     Args:
-        source: a `.jsonl` file, one object a line: `text`, and `answer`, which is either a part of
-            the text that stands in it once, or [first character, last character + 1].
+        source: a `.jsonl` file, one object per line: `text`, and `answer`, which is either a part
+            of the text that occurs in it once, or [first character, last character + 1].
         tokenizer: a fast tokenizer of transformers.
-        seq_len: the longest passage, in tokens, BOS included.
+        seq_len: the longest passage allowed, in tokens, BOS included.
 
     Returns:
-        One window a passage, BOS first where the tokenizer adds one, and for each the span of its
-        answer: the first token that holds a character of it, and the one behind the last.
+        One window per passage, BOS first if the tokenizer adds one, and for each the span of its
+        answer: the first token that holds a character of it, and the one after the last.
 
     Raises:
-        UsageError: the file cannot be read; a line lacks something; an answer is not in its text,
-            or more than once; a passage is too long; the tokenizer tells no offsets, or puts
-            several different tokens first.
+        UsageError: the file cannot be read; a line lacks a field; an answer does not occur in its
+            text, or more than once; a passage is too short or too long; the tokenizer gives no
+            offsets, or prepends several different tokens.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError("passages need a fast tokenizer, which tells where its tokens stand")

@@ -11,7 +11,7 @@ TEXT_FIELDS = ("text", "content", "document", "article", "passage", "sentence")
 
 
 def text_field(names: Iterable[str], wanted: str | None, place: str) -> str:
-    """The field that holds the text: the wanted one, else the first of `TEXT_FIELDS` there.
+    """The field that holds the text: the wanted one, else the first of `TEXT_FIELDS` present.
 
     Raises:
         UsageError: it is not among `names`; the message lists them.
@@ -28,10 +28,10 @@ def text_field(names: Iterable[str], wanted: str | None, place: str) -> str:
 
 
 def filled(value: Any, field: str, place: str) -> Iterator[tuple[str]]:
-    """`value` as a document of one part, or nothing where it is blank or missing.
+    """`value` as a document of one part, or nothing if it is blank or missing.
 
     Raises:
-        UsageError: `value` is no text, or none that UTF-8 can hold.
+        UsageError: `value` is not text, or cannot be encoded as UTF-8.
     """
     if value is None:
         return
@@ -54,5 +54,5 @@ def listed(names: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, short enough for a message of one line."""
+    """The message of `error`, short enough for a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

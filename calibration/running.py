@@ -1,4 +1,4 @@
-"""How a model is run where only its activations are wanted."""
+"""How a model is run if only its activations are needed."""
 
 import inspect
 from typing import Any
@@ -10,18 +10,18 @@ __all__ = ["forward_options", "model_device", "places_to_keep"]
 
 
 def model_device(model: torch.nn.Module) -> torch.device:
-    """Where the model's first parameter lies; the CPU for a model without any.
+    """Device of the model's first parameter; the CPU for a model without any.
 
-    Parameters that were offloaded lie on the meta device between passes and are passed over.
+    Offloaded parameters are on the meta device between passes and are skipped.
     """
     devices = (p.device for p in model.parameters())
     return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def forward_options(model: torch.nn.Module) -> dict[str, Any]:
-    """Keywords of a forward pass whose output and cache nobody looks at, where the model has them.
+    """Keywords for a forward pass whose output and cache are not used, if the model has them.
 
-    A slice and not a number in `logits_to_keep`: for a number, Gemma 4 leaves out the other tokens
+    `logits_to_keep` is a slice and not a number: for a number, Gemma 4 leaves out the other tokens
     in its last layers too.
     """
     known = inspect.signature(model.forward).parameters
@@ -34,15 +34,15 @@ def forward_options(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def places_to_keep(model: torch.nn.Module, places: Tensor) -> slice | Tensor | None:
-    """What `logits_to_keep` says of some places of all sequences.
+    """Value of `logits_to_keep` for some places of all sequences.
 
     Args:
         model: the model.
         places: (K,) int64 on the CPU, ascending.
 
     Returns:
-        A slice, which is right wherever the output head lies, for places that follow each other;
-        else the places on the model's device, or None for a model on several, which is to keep
+        For consecutive places a slice, which works wherever the output head lies; otherwise the
+        places on the model's device, or None for a model on several devices, which has to keep
         them all.
     """
     first, last = int(places[0]), int(places[-1])

@@ -78,7 +78,7 @@ def _told(table: CalibrationTable) -> dict[str, Any]:
 
 
 def _kind(name: str, kind: Kind) -> dict[str, Any]:
-    """The entry of a kind of site beside the logits."""
+    """The entry for a kind of site other than the logits."""
     sites: list[dict[str, Any]] = []
     for site in kind.sites:
         rows = [
@@ -131,7 +131,7 @@ def load_table(folder: Path) -> CalibrationTable:
 
 
 def same(a: CalibrationTable, b: CalibrationTable) -> bool:
-    """Whether two tables would be written alike."""
+    """Whether two tables would be saved identically."""
     ours, theirs = _arrays(a), _arrays(b)
     return (
         _told(a) == _told(b)

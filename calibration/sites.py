@@ -1,4 +1,4 @@
-"""The sites of a calibration table: copied, merged, compared, and what a merged one stands for."""
+"""The sites of a calibration table: copying, merging, comparing; the provenance of a merge."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -15,16 +15,16 @@ from quantdiff.statistics.top import Top
 
 __all__ = ["Kind", "check_sites", "joined", "kinds_of", "light", "merged", "shape"]
 
-_COORDINATES = 5  # of a logit among the largest; a table keeps none
+_COORDINATES = 5  # of one of the largest logits; a table keeps none
 
 
 @dataclass(eq=False)
 class Kind:
-    """What a calibration saw of one kind of site beside the attention logits.
+    """What a calibration saw at one kind of site other than the attention logits.
 
     Attributes:
         definition: what was counted, in words.
-        sites: in order of the layers; the groups of `keys` and `values` are heads.
+        sites: in layer order; the groups of `keys` and `values` are heads.
         earlier: the same after the first part of the data, or None.
     """
 
@@ -33,7 +33,7 @@ class Kind:
     earlier: list[SiteStatistics] | None = None
 
     def merge(self, other: "Kind") -> "Kind":
-        """Both as one; of first parts, those that there are."""
+        """Both as one; of first parts, those that exist."""
         firsts = [kind.earlier for kind in (self, other) if kind.earlier is not None]
         return Kind(
             self.definition,
@@ -43,7 +43,7 @@ class Kind:
 
 
 def kinds_of(profile: Profile, earlier: Profile | None) -> dict[str, Kind]:
-    """The kinds of sites that a recording was asked for, as copies of what the observers need."""
+    """The kinds of sites requested of a recording, as copies of what the observers need."""
     found: dict[str, Kind] = {}
     for kind, part in _asked(profile).items():
         first = None if earlier is None else [light(s) for s in _asked(earlier)[kind].sites]
@@ -102,14 +102,14 @@ def check_sites(
     theirs: Mapping[str, tuple[int, int]],
     modules: Collection[str] = (),
 ) -> None:
-    """Refuse a model with other sites, name -> (layer, query heads), than those of a table.
+    """Refuse a model whose sites, name -> (layer, query heads), differ from those of a table.
 
     Args:
         model: name of the table's model, for messages.
         mine: the table's sites.
         theirs: the model's.
-        modules: paths of what else the model has and may be a site, as cross-attention, which need
-            not run.
+        modules: paths of other modules of the model that may be sites, such as cross-attention,
+            which need not run.
 
     Raises:
         UsageError: names the first difference.
@@ -137,9 +137,9 @@ def joined(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The `data` and `versions` of two tables as those of one.
 
-    Tokens and sequences add up; `parts` lists the data of each, however often was merged, so that
-    it can still be told whether a text was among them; `fingerprint` is one over those of the
-    parts, where all have one.
+    Tokens and sequences add up; `parts` lists the data of each, however often they were merged, so
+    that one can still check whether a text was among them; `fingerprint` is a hash over those of
+    the parts, if all have one.
     """
     parts = [part for data in (mine, other) for part in data.get("parts", [data])]
     sources = dict.fromkeys(part["source"] for part in parts)

@@ -23,25 +23,25 @@ _KINDS = ".txt, .jsonl, .parquet, .txt.xz, .jsonl.xz, hub:ID[:split[:column]], c
 
 
 def read_documents(source: str | Path) -> Iterator[str]:
-    """Documents of a `--data` value, one after the other; blank ones are left out.
+    """Documents of a `--data` value, in order; blank ones are left out.
 
     Args:
         source: one of
             `corpus`, the shipped held-out text, or `corpus:train`, the shipped excerpt of the
             training text;
             a `.txt` file: one document;
-            a `.jsonl` file: one object a line, its text in the first of `TEXT_FIELDS` that the
+            a `.jsonl` file: one object per line, its text in the first of `TEXT_FIELDS` that the
             first line has;
             a `.parquet` file: its text in the first of `TEXT_FIELDS` that is a column;
             a `.txt.xz` or `.jsonl.xz` file: the same, compressed;
-            `hub:ID[:split[:column]]`: a data set of the Hugging Face hub or a local folder of data
-            files, through `datasets`, streamed. `ID` is `owner/name`, or `owner/name/config` for
-            one that has several configurations. The split is `train` or the only one, the column
-            the first of `TEXT_FIELDS`, unless named.
+            `hub:ID[:split[:column]]`: a dataset on the Hugging Face hub or a local folder of data
+            files, streamed through `datasets`. `ID` is `owner/name`, or `owner/name/config` for
+            one with several configurations. Unless named, the split is `train` or the only one,
+            the column the first of `TEXT_FIELDS`.
 
     Raises:
         UsageError: a source that is missing, unknown, broken, not UTF-8 or without text. A
-            missing or unknown file is refused at once, the others when the reading gets there.
+            missing or unknown file is refused at once, the others when reading gets there.
         MissingExtraError: `hub:` without `datasets`.
     """
     return ("".join(chunks) for chunks in document_chunks(source))
@@ -50,7 +50,7 @@ def read_documents(source: str | Path) -> Iterator[str]:
 def document_chunks(source: str | Path) -> Iterator[Iterable[str]]:
     """`read_documents`, each document in parts, so that a file of any size is never held whole.
 
-    The parts of a document are to be read before the next document is asked for.
+    The parts of a document must be read before the next document is requested.
     """
     name = str(source)
     if name.startswith("hub:"):
@@ -112,7 +112,7 @@ def _plain_document(stream: IO[bytes], name: str) -> Iterator[Iterable[str]]:
 
 
 def _decoded_chunks(stream: IO[bytes], name: str) -> Iterator[str]:
-    # utf-8-sig: the mark that Windows editors put first is no text.
+    # utf-8-sig: the byte order mark that Windows editors write first is not text.
     text = TextIOWrapper(stream, encoding="utf-8-sig")
     # Again, because these parts are read outside the frame of `_file_documents`.
     with _mendable_errors(name):

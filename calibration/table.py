@@ -1,4 +1,4 @@
-"""The calibration table: what a calibration saw, from which every observer takes its ranges."""
+"""The calibration table: what a calibration saw, from which every observer derives its ranges."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ __all__ = ["SHOWN", "SITE", "CalibrationTable"]
 
 SITE = "attention_logits"
 
-# What is said of a table by itself; `range` and `moved` take any scheme.
+# Schemes reported for a table by default; `range` and `moved` accept any scheme.
 SHOWN = {
     "absmax": Scheme(SITE, 8, "absmax"),
     "percentile 99.9": Scheme(SITE, 8, "percentile:99.9"),
     "mse at 4 bits": Scheme(SITE, 4, "mse"),
     "entropy at 8 bits": Scheme(SITE, 8, "entropy"),
 }
-_PREPARED = 8  # sites; what is prepared takes many times the memory of the histogram
+_PREPARED = 8  # sites; a prepared one takes many times the memory of its histogram
 _JUDGED = "percentile:99.9"
 
 
@@ -37,23 +37,23 @@ _JUDGED = "percentile:99.9"
 class CalibrationTable:
     """Histograms and extremes of a model's activations, and the ranges that follow from them.
 
-    It always holds the attention logits; linear inputs, keys, values and hidden states where they
-    were asked for.
+    It always holds the attention logits; linear inputs, keys, values and hidden states only if
+    requested.
 
     Attributes:
         model: name, family, layout, parameters, dtype.
         data: source, tokens, sequences, sequence_length, fingerprint; earlier_tokens, how many of
-            the tokens `earlier` stands for; of a merged table also parts, the data of each.
+            the tokens `earlier` covers; for a merged table also parts, the data of each.
         definition: what was counted, in words.
-        sites: one a module that attends, in order of the layers; its groups are the query heads.
-        branches: the branch of each head, by the site's name.
+        sites: one per attention module, in layer order; its groups are the query heads.
+        branches: the branch of each head, by site name.
         earlier: the same sites after the first part of the data, about three quarters of the
-            tokens; None where the data came in one batch or the calibration was cut short before.
-            Of a merged table the first parts of both tables together.
-        more: the other sites, by their kind.
-        partial: the calibration was cut short.
-        versions: of the libraries that the numbers depend on.
-        command: the command line that made it, if one did.
+            tokens; None if the data came in one batch or the calibration was cut short before. For
+            a merged table, the first parts of both tables together.
+        more: the other sites, by kind.
+        partial: whether the calibration was cut short.
+        versions: versions of the libraries that the numbers depend on.
+        command: the command line that made it, if any.
     """
 
     model: dict[str, Any]
@@ -74,7 +74,7 @@ class CalibrationTable:
         """The table of a recording in full detail.
 
         Args:
-            profile: all of the data.
+            profile: the recording of all of the data.
             earlier: the same recording after the first part of the data.
 
         Raises:
@@ -110,13 +110,13 @@ class CalibrationTable:
 
         Args:
             scheme: static, with 2 to 8 bits.
-            name: of the site, a module path.
+            name: module path of the site.
 
         Returns:
-            (least, most), fp32, finite; copies. Of attention logits, keys and values (H,) each: for
-            the granularity `head` each head's own, for `tensor` that of all heads and both branches
-            together, H times; for `channel` (H, C) each. Of linear inputs and hidden states (1,)
-            each. 0 and 0 where nothing was seen.
+            (least, most), fp32, finite; copies. For attention logits, keys and values (H,) each:
+            with granularity `head` each head's own, with `tensor` that of all heads and both
+            branches together, H times; with `channel` (H, C) each. For linear inputs and hidden
+            states (1,) each. 0 and 0 where nothing was seen.
 
         Raises:
             UsageError: a dynamic scheme, or a site or an observer that the table lacks.
@@ -130,10 +130,10 @@ class CalibrationTable:
 
         Returns:
             The largest and the median relative change over all sites (and heads, for the
-            granularity `head`); None where `earlier` is.
+            granularity `head`); None if `earlier` is None.
 
         Raises:
-            UsageError: as `range`.
+            UsageError: as in `range`.
         """
         self._check(scheme)
         if self.earlier is None or self._seen(scheme.site, first=True) is None:
@@ -157,11 +157,12 @@ class CalibrationTable:
         }
 
     def warning(self) -> str | None:
-        """One sentence where the data were too little, by the 99.9th percentile of each head.
+        """One sentence if there were too few data, or if that is unknown; else None.
 
-        They were if half of the heads moved by more than 2 % over the last part of the data, or one
-        of them by more than 10 %; `calibration/convergence.py` says why these. Of sites without
-        heads the modules are judged.
+        By the 99.9th percentile of each head, there were too few if half of the heads moved by more
+        than 2 % over the last part of the data, or one of them by more than 10 %;
+        `calibration/convergence.py` explains these bounds. For sites without heads, modules are
+        judged.
         """
         for site in (SITE, *self.more):
             kind = "head" if "head" in STATIC[site] else "tensor"
@@ -186,7 +187,7 @@ class CalibrationTable:
         return None
 
     def check_site(self, site: str) -> None:
-        """Refuse a site of which the table holds nothing.
+        """Refuse a site for which the table holds nothing.
 
         Raises:
             UsageError: names it and the remedy.
@@ -205,7 +206,7 @@ class CalibrationTable:
         Args:
             sites: the model's attention sites, name -> (layer, query heads).
             modules: paths of all of its modules. Those of cross-attention, and those that attend
-                outside of transformers' dispatch, may be sites of the table beside `sites`.
+                outside of transformers' dispatch, may be sites of the table in addition to `sites`.
 
         Raises:
             UsageError: names the first difference.
@@ -242,7 +243,7 @@ class CalibrationTable:
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write `calibration.json` and `calibration.safetensors` into a folder, made if missing."""
+        """Write `calibration.json` and `calibration.safetensors` to a folder, created if needed."""
         from quantdiff.calibration.saved import save_table
 
         save_table(self, Path(folder))
@@ -306,7 +307,7 @@ class CalibrationTable:
         return self.more[kind].earlier if first else self.more[kind].sites
 
     def _range(self, scheme: Scheme, name: str, *, first: bool) -> Range:
-        # Without layers, heads and newest tokens, which leave the ranges as they are.
+        # Without layers, heads and newest tokens, which do not affect the ranges.
         kind = scheme.site, scheme.bits, scheme.range, scheme.granularity, scheme.symmetric
         key = kind, name, first
         if key not in self._ranges:
@@ -334,7 +335,7 @@ class CalibrationTable:
         raise UsageError(f"this calibration of {self.model.get('name')} has nothing for {name}")
 
     def _find(self, scheme: Scheme, name: str, *, first: bool) -> Observed:
-        """What was seen at a site, prepared for all observers and widths."""
+        """What was seen at a site, prepared for all observers and bit widths."""
         key = scheme.site, name, scheme.granularity, first
         if key not in self._observed:
             site = self._site(scheme.site, name, first=first)

@@ -30,8 +30,8 @@ class TextWindows:
         source: the `--data` value as the user gave it.
         windows: token ids, each (n,) int64 with 2 <= n <= seq_len; all but the last are full.
         seq_len: tokens in a full window, BOS included.
-        requested: tokens that were asked for; `tokens` is less where the source has less.
-        has_bos: whether each window starts with BOS; no other token is a BOS then.
+        requested: tokens requested; `tokens` is lower if the source has fewer.
+        has_bos: whether each window starts with BOS; if so, no other token is a BOS.
     """
 
     source: str
@@ -65,12 +65,12 @@ class TextWindows:
         pad_token_id: int,
         padding_side: Literal["left", "right"] = "right",
     ) -> Iterator[dict[str, Tensor]]:
-        """Windows as a model takes them, in order.
+        """Windows as model inputs, in order.
 
         Args:
-            batch_size: windows in a batch, B; the last batch may hold fewer.
+            batch_size: windows per batch, B; the last batch may hold fewer.
             pad_token_id: fills windows shorter than the longest of their batch.
-            padding_side: where it goes.
+            padding_side: the side that is padded.
 
         Returns:
             Iterator of `input_ids` and `attention_mask`, both (B, N) int64 on the CPU, N the
@@ -92,26 +92,26 @@ class TextWindows:
 def text_windows(source: str | Path, tokenizer: Any, *, tokens: int, seq_len: int) -> TextWindows:
     r"""Cut the text of a source into token windows.
 
-    The documents, joined by "\n\n", are one stream of tokens without special tokens; windows
-    follow each other in it and do not stop at the end of a document. Where the tokenizer puts a
-    BOS first by itself, each window starts with one, and a BOS written out in the text is left
-    out. A last window of a single token is dropped.
+    The documents, joined by "\n\n", form one stream of tokens without special tokens; windows are
+    consecutive in it and do not stop at the end of a document. If the tokenizer prepends a BOS,
+    each window starts with one, and a BOS written out in the text is left out. A last window of a
+    single token is dropped.
 
     Only as much text is read as the windows need. It is tokenized in pieces of at most 32,768
-    characters, cut before a single space between words, or behind a single line end: a byte-level
-    BPE gives the same tokens as for the text in one; one that marks the start of a text may give an
-    extra mark per piece. A piece that has no such place is cut at its last character, where a few
-    tokens may differ.
+    characters, cut before a single space between words, or after a single line end: a byte-level
+    BPE gives the same tokens as for the undivided text; one that marks the start of a text may give
+    an extra mark per piece. A piece that has no such place is cut at its last character, where a
+    few tokens may differ.
 
     Args:
         source: a `--data` value, see `read_documents`.
         tokenizer: a tokenizer of transformers.
-        tokens: at most so many tokens in all windows, BOS included.
-        seq_len: tokens in a window, BOS included.
+        tokens: maximum number of tokens in all windows, BOS included.
+        seq_len: tokens per window, BOS included.
 
     Raises:
         UsageError: `tokens` or `seq_len` below 2, a source that cannot be read, or one whose
-            text gives no window; a tokenizer that puts several different tokens first.
+            text gives no window; a tokenizer that prepends several different tokens.
     """
     if tokens < 2:
         raise UsageError(f"{tokens} tokens are no text window: ask for at least 2 tokens")
@@ -176,15 +176,15 @@ def _batch(windows: list[Tensor], pad_token_id: int, padding_side: str) -> dict[
 def _token_ids(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
     options = {"truncation": False, "padding": False, "add_special_tokens": add_special_tokens}
     with untouched(tokenizer):
-        # verbose: a piece may well be longer than the model's context, which is no fault here.
+        # verbose: a piece may well be longer than the model's context, which is no problem here.
         return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 
 def added_bos(tokenizer: Any) -> int | None:
-    """Id that the tokenizer puts before a text by itself; found by trying, whatever its class.
+    """Id that the tokenizer prepends to a text, found by trying, whatever its class.
 
     Raises:
-        UsageError: it puts several different ones there.
+        UsageError: it prepends several different ones.
     """
     plain = _token_ids(tokenizer, _PROBE)
     marked = _token_ids(tokenizer, _PROBE, add_special_tokens=True)
@@ -197,7 +197,7 @@ def added_bos(tokenizer: Any) -> int | None:
                 "where a window begins with one at most; let its post-processor add one or none"
             )
         return marked[0] if starts[0] else None
-    # The probe itself may read otherwise after a BOS.
+    # The probe itself may be tokenized differently after a BOS.
     return marked[0] if marked and marked[0] == tokenizer.bos_token_id else None
 
 
@@ -208,7 +208,7 @@ def _pieces(documents: Iterable[Iterable[str]]) -> Iterator[str]:
         if number:
             text += _SEPARATOR
         for chunk in chunks:
-            # In steps, so that a document of any size is not copied once for each piece.
+            # In steps, so that a document of any size is not copied once per piece.
             for start in range(0, len(chunk), _PIECE):
                 text += chunk[start : start + _PIECE]
                 while len(text) > _PIECE:

@@ -1,7 +1,6 @@
 """How large activations get, what that costs at low bits, what differential attention saves.
 
-The public names are gathered here and imported when they are first used, so that importing the
-package stays quick.
+Public names are listed here and imported on first use, so that importing the package stays quick.
 """
 
 from importlib import import_module
@@ -78,5 +77,5 @@ _find, __dir__ = lazy_names("quantdiff", _HOME | {"export": "quantdiff.export"})
 
 
 def __getattr__(name: str) -> Any:
-    # The package itself, which can be called: imported, it takes its name's place here anyway.
+    # The package itself, which is callable: importing it sets this attribute anyway.
     return import_module("quantdiff.export") if name == "export" else _find(name)

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one sentence that names the thing and the remedy."""
+"""Errors that a user can fix: one sentence that names the problem and the remedy."""
 
 __all__ = [
     "CutWarning",
@@ -26,7 +26,7 @@ class MissingExtraError(UsageError, ImportError):
 
 
 class RecordingError(UsageError):
-    """A model, or a call of it, that cannot be recorded rightly and is refused for that reason."""
+    """A model, or a call of it, that cannot be recorded correctly and is therefore refused."""
 
 
 class QuantizationError(UsageError):
@@ -42,15 +42,15 @@ class CutWarning(UserWarning):
 
 
 class UnknownLayoutWarning(UserWarning):
-    """Something of a differential model is not known: its head layout, or its λ."""
+    """The head layout or the λ of a differential model is not known."""
 
 
 class LeftAloneWarning(UserWarning):
-    """A layer holds weights that no linear module computes with: they are left as they are."""
+    """A layer holds weights that no linear module computes with; they are left unchanged."""
 
 
 class SchemesLeftOutWarning(UserWarning):
-    """A checkpoint was measured with activations quantized, and is opened without that."""
+    """A checkpoint measured with quantized activations is opened without quantizing them."""
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
@@ -58,8 +58,8 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
     Args:
         module: import name, for example `datasets`.
-        extra: the extra of quantdiff that brings it, for example `eval`.
-        purpose: what it is needed for, as it should read after "to".
+        extra: the extra of quantdiff that provides it, for example `eval`.
+        purpose: what it is needed for, worded to follow "to".
 
     Raises:
         MissingExtraError: it is not installed.

@@ -1,4 +1,4 @@
-"""Writing results so that a reader never meets half of one."""
+"""Writing results so that a reader never sees half of one."""
 
 import errno
 import json
@@ -14,14 +14,14 @@ from quantdiff.errors import UsageError
 
 __all__ = ["staged_folder", "write_bytes", "write_json"]
 
-# What a disk says that is full, read-only, or not ours.
+# Errors of a disk that is full or read-only, or of a path that is not ours to write.
 _REFUSALS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
     errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT, errno.EISDIR,
 }  # fmt: skip
 
-_STAGED = ".staged-"  # begins the name of a stage that lies in the folder that is wanted
-_EARLIER = "-earlier"  # ends the name of an earlier run while the new one takes its place
+_STAGED = ".staged-"  # prefix of a stage inside the target folder
+_EARLIER = "-earlier"  # suffix of an earlier run while the new one takes its place
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -53,29 +53,29 @@ def staged_folder(
 ) -> Iterator[Path]:
     """A folder to write into, which becomes `out` when the block ends without an error.
 
-    Whenever the process is killed, `out` is the earlier run or the new one, each whole, or it is
-    missing for a moment and the next call gives the earlier one its name back. Files of other
-    origin stay. Where a folder cannot or should not be renamed (a mount, the working directory, a
-    folder that holds other folders, which another run may be writing to) files are moved one by
-    one instead, and a folder without its marker is one that was not finished.
+    Whenever the process is killed, `out` is the earlier run or the new one, each complete, or it is
+    missing for a moment and the next call restores the earlier one. Files of other origin stay.
+    Where a folder cannot or should not be renamed (a mount, the working directory, a folder that
+    holds other folders, which another run may be writing to), files are moved one by one instead,
+    and a folder without its marker was not finished.
 
     Args:
-        out: the folder that is wanted; made if missing.
-        marker: the file that tells that a whole run of this kind is in a folder.
-        owned: patterns of all files that such a run may leave; an earlier run's are removed.
+        out: the target folder; created if missing.
+        marker: the file that marks a folder as holding a complete run of this kind.
+        owned: patterns of all files that such a run may write; an earlier run's are removed.
         overwrite: whether an earlier run's files may be replaced.
 
     Raises:
-        UsageError: `out` holds another run, is no folder, or cannot be written.
+        UsageError: `out` holds another run, is not a folder, or cannot be written.
     """
     out = Path(out)
     try:
-        place = out.resolve()  # a link stays one
+        place = out.resolve()  # a symlink stays one
         _recover(place, marker)
         there = (place / marker).exists()
     except OSError as error:
         raise _refusal(out, error) from None
-    except RuntimeError:  # of Python before 3.13
+    except RuntimeError:  # a symlink loop, before Python 3.13
         raise UsageError(f"{out} is a link that leads to itself; choose another --out") from None
     if there and not overwrite:
         raise UsageError(
@@ -99,7 +99,7 @@ def staged_folder(
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     except BaseException:
-        for folder in made:  # those that were made for this run and hold nothing
+        for folder in made:  # those created for this run, if empty
             try:
                 folder.rmdir()
             except OSError:
@@ -108,9 +108,9 @@ def staged_folder(
 
 
 def _recover(out: Path, marker: str) -> None:
-    """Give a run its name back whose replacement was killed between two renames.
+    """Restore the name of a run whose replacement was killed between two renames.
 
-    One that was replaced, and whose remains were left, must not come back later: it is removed.
+    What is left of a run that was replaced must not come back later: it is removed.
     """
     earlier = [path for path in out.parent.glob(f".*{_EARLIER}") if path.stem == f".{out.name}"]
     if (out / marker).exists():
@@ -124,7 +124,7 @@ def _recover(out: Path, marker: str) -> None:
 def _stage(out: Path, owned: Sequence[str], made: list[Path]) -> Path:
     """A temporary folder on the same file system as `out`; folders made for it go to `made`.
 
-    It lies beside `out` if it may take its place, else inside.
+    It lies next to `out` if it may take its place, otherwise inside.
     """
     if not out.exists():
         missing = [folder for folder in out.parents if not folder.exists()]
@@ -135,14 +135,14 @@ def _stage(out: Path, owned: Sequence[str], made: list[Path]) -> Path:
         raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(out))
     stage = Path(tempfile.mkdtemp(dir=out, prefix=_STAGED))
     if _alone(out, owned, stage):
-        # Fails for a mount, and in a parent that may not be written.
+        # Fails for a mount, and in a parent that is not writable.
         with suppress(OSError):
             return stage.rename(out.with_name(f".{out.name}.{stage.name.removeprefix(_STAGED)}"))
     return stage
 
 
 def _alone(out: Path, owned: Sequence[str], stage: Path) -> bool:
-    """Whether nobody else works in a folder: no shell that started this, and no other run."""
+    """Whether nobody else works in a folder, neither the parent shell nor another run."""
     own = {Path(pattern).parts[0] for pattern in owned} | {stage.name}
     folders = {path.name for path in out.iterdir() if path.is_dir() and not path.is_symlink()}
     if folders - own:
@@ -160,23 +160,23 @@ def _deliver(stage: Path, out: Path, marker: str, owned: Sequence[str]) -> None:
         return
     earlier = {out / marker, *(path for pattern in owned for path in out.glob(pattern))}
     earlier = {path for path in earlier if not path.is_dir()}
-    # Asked again: hours may have passed, and the folder may be new.
+    # Checked again: hours may have passed, and the folder may be new.
     beside = stage.parent != out and _alone(out, owned, stage)
     if not (beside and _swapped(stage, out, earlier)):
         _move(stage, out, marker, earlier)
 
 
 def _swapped(stage: Path, out: Path, earlier: set[Path]) -> bool:
-    """Let the stage take the place of `out`, whose own files go to the stage's; tells if it did.
+    """Put the stage in the place of `out`, keeping the files of others; returns whether it did.
 
     Args:
-        stage: complete but for the files of others, which lies beside `out`.
+        stage: a folder next to `out`, complete except for the files of others.
         out: an earlier run, or an empty folder.
         earlier: the files of the earlier run.
     """
 
     def left(folder: str, names: list[str]) -> list[str]:
-        """What does not come along."""
+        """Names that are not carried over."""
         paths = [Path(folder, name) for name in names]
         return [
             path.name
@@ -187,12 +187,12 @@ def _swapped(stage: Path, out: Path, earlier: set[Path]) -> bool:
 
     aside = stage.with_name(stage.name + _EARLIER)
     try:
-        # As links, so that both folders are whole until the old one goes.
+        # As hard links, so that both folders are complete until the old one goes.
         shutil.copytree(
             out, stage, symlinks=True, ignore=left, copy_function=os.link, dirs_exist_ok=True
         )
         out.rename(aside)
-    except OSError:  # links are not everywhere, nor may every folder be renamed
+    except OSError:  # not every file system has links, nor may every folder be renamed
         return False
     try:
         stage.rename(out)
@@ -207,7 +207,7 @@ def _swapped(stage: Path, out: Path, earlier: set[Path]) -> bool:
 
 def _move(stage: Path, out: Path, marker: str, earlier: set[Path]) -> None:
     """Move the files of the stage one by one to `out`, and remove those of the earlier run."""
-    # Without its marker the earlier run is no run: a reader never meets a mixture of two.
+    # Without its marker the earlier run does not count: a reader never sees a mixture of two.
     (out / marker).unlink(missing_ok=True)
     new = [path for path in stage.rglob("*") if not path.is_dir()]
     targets = {out / path.relative_to(stage) for path in new}

@@ -1,4 +1,4 @@
-"""Public names that are imported when they are first used, so that importing stays quick."""
+"""Public names that are imported on first use, so that importing stays quick."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module

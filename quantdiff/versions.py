@@ -8,11 +8,11 @@ VERSION = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Versions of quantdiff and of the libraries that compute, as written into every result."""
+    """Versions of quantdiff and the libraries it computes with, as written into every result."""
     found = {"quantdiff": VERSION}
     for name in ("torch", "transformers", "numpy"):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # a build that carries no metadata
+        except PackageNotFoundError:  # a build without metadata
             found[name] = "unknown"
     return found

@@ -1,9 +1,9 @@
-"""What recording costs: time and memory beside the same forward pass without it.
+"""What recording costs: time and memory relative to the same forward pass without it.
 
 All times are medians of interleaved runs in one process and are given as ratios to the plain sdpa
-forward of the same round; peak memory is the resident set of one forward pass in a process of its
-own. `materialised` is the way it is done without a streaming recorder: eager attention, the n×n
-logits kept for a moment, the same statistics taken from them.
+forward pass of the same round; peak memory is the resident set of one forward pass in a process of
+its own. `materialised` does without a streaming recorder: eager attention, the n×n logits kept for
+a moment, the same statistics computed from them.
 
     python scripts/bench_profile.py --out runs/bench_profile
 """
@@ -54,7 +54,7 @@ class Materialising:
 
     def attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
         key_states = self.family.repeat_kv(key, module.num_key_value_groups)
-        # In place where it can be: the memory of today's way, not of carelessness.
+        # The memory of the usual way, not of carelessness.
         scores = query.float() @ key_states.float().transpose(2, 3) * scaling  # (B, H, N, M)
         seen = (attention_mask > torch.finfo(attention_mask.dtype).min / 2).expand_as(scores)
         heads = scores.shape[1]
@@ -92,7 +92,7 @@ def runner(model: torch.nn.Module, variant: str, head: bool) -> Callable[[torch.
 
 
 def lens(model: torch.nn.Module) -> Callable[[torch.Tensor], None]:
-    """TransformerLens at the same sizes, its attention scores looked at by a hook."""
+    """TransformerLens at the same sizes, its attention scores read by a hook."""
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     config = model.config
@@ -129,7 +129,7 @@ def lens(model: torch.nn.Module) -> Callable[[torch.Tensor], None]:
 
 
 def timings(runs: dict[str, Callable], ids: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each variant, interleaved, after a short pass of each to warm up."""
+    """Seconds of each variant, interleaved, after a short warm-up pass of each."""
     kept: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run(ids[:, :256])
@@ -158,7 +158,7 @@ def measure_peak(folder: str, variant: str, length: int, head: bool, threads: in
     model, _ = quantdiff.load(folder, device="cpu")
     ids = torch.randint(0, model.config.vocab_size, (1, length))
     run = runner(model, variant, head)
-    run(ids[:, :64])  # what is imported or built once is there
+    run(ids[:, :64])  # what is imported or built only once is done by now
     Path("/proc/self/clear_refs").write_text("5")
     run(ids)
     status = Path("/proc/self/status").read_text()
@@ -174,7 +174,7 @@ def text_ids(tokenizer, length: int) -> torch.Tensor:
 def compare(
     model: torch.nn.Module, ids: torch.Tensor, folder: str, head: bool, rounds: int
 ) -> tuple[Table, dict[str, Any]]:
-    """Every variant beside the plain forward; the slow ones in rounds of their own."""
+    """Compare every variant with the plain forward pass, the slow ones in rounds of their own."""
     rows: dict[str, Any] = {}
     groups = [FAST, ("plain", *SLOW)] if head else [FAST]
     for i, names in enumerate(groups):
@@ -201,7 +201,7 @@ def compare(
 def growth(
     model: torch.nn.Module, tokenizer: Any, folder: str, lengths: list[int]
 ) -> tuple[Table, dict[int, Any]]:
-    """Time and memory by length; the materialised way up to 2,048 tokens."""
+    """Time and memory by length; `materialised` only up to 2,048 tokens."""
     names = ("plain", "extremes", "full", "materialised")
     columns = [f"{name} {unit}" for unit in ("s", "MiB") for name in names]
     table = Table("n", *(Column(c, justify="right") for c in columns))

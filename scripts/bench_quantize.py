@@ -1,8 +1,8 @@
-"""What fake quantization of the attention logits costs, and whether it is right on a real model.
+"""What fake quantization of the attention logits costs, and whether it is correct on a real model.
 
-Times are medians of interleaved runs in one process, as ratios to the plain sdpa forward; peak
-memory is the resident set of one forward pass in a process of its own. `materialised` is the way it
-is done without blocks: eager attention, the n×n logits rounded before softmax.
+Times are medians of interleaved runs in one process, as ratios to the plain sdpa forward pass; peak
+memory is the resident set of one forward pass in a process of its own. `materialised` does without
+blocks: eager attention, the n×n logits rounded before softmax.
 
     python scripts/bench_quantize.py --out runs/bench_quantize
     python scripts/bench_quantize.py --agreement --out runs/bench_quantize
@@ -86,7 +86,7 @@ def runner(
         with torch.inference_mode(), context:
             model(input_ids=ids, use_cache=False)
 
-    # Kept over the runs: a module is compared with the model's own attention the first time.
+    # Kept across runs: a module is compared with the model's own attention only the first time.
     quantizers: dict[str, Any] = {}
     return run
 
@@ -108,7 +108,7 @@ def measure_peak(folder: str, table: str, variant: str, bits: int, threads: int)
     model, _ = quantdiff.load(folder, device="cpu")
     ids = torch.randint(0, model.config.vocab_size, (1, LENGTH))
     run = runner(model, variant, bits, quantdiff.CalibrationTable.load(table))
-    run(ids[:, :64])  # what is imported or built once is there
+    run(ids[:, :64])  # what is imported or built only once is done by now
     Path("/proc/self/clear_refs").write_text("5")
     run(ids)
     status = Path("/proc/self/status").read_text()
@@ -118,7 +118,7 @@ def measure_peak(folder: str, table: str, variant: str, bits: int, threads: int)
 def costs(
     model: torch.nn.Module, tokenizer: Any, folder: str, rounds: int
 ) -> tuple[Table, dict[str, Any]]:
-    """Every variant beside the plain forward."""
+    """Compare every variant with the plain forward pass."""
     windows = text_windows("corpus:train", tokenizer, tokens=4096, seq_len=LENGTH)
     table = quantdiff.calibrate(model, windows)
     place = f"{folder}/table"

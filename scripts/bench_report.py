@@ -2,9 +2,9 @@
 
     python scripts/bench_report.py
 
-Ends with 1 where the page takes a minute or more, or 15 MB or more. The profiles are of narrow
+Exits with 1 if the page takes a minute or more, or 15 MB or more. The profiles are of narrow
 models with random weights, two standard and two differential: what a report costs depends on
-layers, heads and models, and not on widths.
+layers, heads and models, not on widths.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, Lla
 
 import quantdiff
 
-SECONDS, MEGABYTES = 60, 15  # below which a report stays
+SECONDS, MEGABYTES = 60, 15  # a report must stay below both
 SIZE = {
     "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 8,
     "hidden_size": 256, "intermediate_size": 256, "vocab_size": 128,
@@ -39,7 +39,7 @@ def profiled(kind: str, seed: int) -> quantdiff.Profile:
         model(input_ids=ids)
     profile = recorder.profile(source="random ids")
     profile.model["name"] = f"{kind}-{seed}"
-    profile.data["fingerprint"] = "0" * 64  # so that all four stand in one table
+    profile.data["fingerprint"] = "0" * 64  # so that all four are in one table
     return profile
 
 

@@ -1,4 +1,4 @@
-"""The pages that `measure_bits.py` writes: docs/bits.md, and docs/bits_zoo.md of the zoo."""
+"""The pages that `measure_bits.py` writes: docs/bits.md, and docs/bits_zoo.md for the zoo."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from quantdiff.errors import UsageError
 from quantdiff.files import write_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
-# Metric -> its title and layout, None where it falls by decades from one width to another.
+# Metric -> its title and format; None where it varies by orders of magnitude between widths.
 SHOWN = {
     "perplexity": ("Perplexity", ".2f"),
     "kl": ("KL from the unquantized model (nats a token)", None),
@@ -27,10 +27,10 @@ class Page:
     """A page, and what belongs to it.
 
     Attributes:
-        file: the page; its figures lie in `figures` beside it.
+        file: the page; its figures are in `figures` beside it.
         results: folder of the sweeps.
-        prefix: how the names of its figures begin.
-        group: weights of a group, where schemes have groups: divides the rows of all its models.
+        prefix: of the names of its figures.
+        group: weights per group, for schemes with groups; divides the rows of all its models.
     """
 
     file: Path
@@ -49,7 +49,7 @@ class Page:
         return cls(DOCS / "bits_zoo.md", DOCS / "bits" / "zoo", "bits_zoo", 8)
 
     def write(self, part, told):
-        """Replace what a part says."""
+        """Replace the content of a part."""
         begin = f"<!-- {part}: measured by scripts/measure_bits.py -->"
         end = f"<!-- end of {part} -->"
         before, rest = self.file.read_text(encoding="utf-8").split(begin)
@@ -57,7 +57,7 @@ class Page:
         write_bytes(self.file, f"{before}{begin}\n\n{told}\n\n{end}{after}".encode())
 
     def drawn(self, figure, name, words):
-        """Write a figure; the line that shows it."""
+        """Write a figure and return the line that shows it."""
         name = f"{self.prefix}_{name}"
         save_page(figure, self.file.parent / "figures" / name)
         return f"![{words}](figures/{name}.png)"
@@ -68,8 +68,8 @@ class Page:
         Args:
             part: name.
             results: of its sweep.
-            figure: kind, and what it shows; of every model by itself, but for `bits`, which has a
-                line for each, beside the published ones. None for no figure.
+            figure: kind, and what it shows; one figure per model, except `bits`, which has one line
+                per model, beside the published ones. None for no figure.
         """
         told = [*tables(results), *failures(results), *data(results)]
         done = {row["model"] for row in results.rows if row["status"] == "ok" and row["site"]}
@@ -89,12 +89,12 @@ class Page:
 
 
 def names(results):
-    """What models are called in names of files."""
+    """The models' names in file names."""
     return {model: slug(label) for model, label in model_labels(results.models).items()}
 
 
 def tables(results):
-    """One table a metric: a row a model and way of quantizing, a column a width."""
+    """One table per metric: one row per model and scheme, one column per width."""
     for measure in measures(results):
         if measure.metric not in SHOWN:
             continue
@@ -122,19 +122,19 @@ def cell(row, layout):
     if layout is None:
         if not error:
             return four_digits(value)
-        # As far as the second digit of the error.
+        # Down to the second digit of the error.
         layout = f".{max(1 - math.floor(math.log10(error)), 0)}f"
     return f"{value:{layout}}" + (f" ± {error:{layout}}" if error else "")
 
 
 def failures(results):
-    """Why cells failed, a sentence each."""
+    """Why cells failed, one sentence each."""
     for row in results.failed:
         yield f"Failed: {row['model']}, {row['scheme']}: {row['error']}"
 
 
 def data(results):
-    """What the evaluations of a sweep ran on, a sentence each."""
+    """What the evaluations of a sweep ran on, one sentence each."""
     told = {}
     for about in results.record["models"].values():
         for one in about["evaluations"].values():

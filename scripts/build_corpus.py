@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_split(train, heldout)
     rows = excerpt(train)
     options.out.mkdir(parents=True, exist_ok=True)
-    # copyfile and not copy: the original may be read-only, the copy has to be replaceable.
+    # copyfile, not copy: the original may be read-only, but the copy must be replaceable.
     shutil.copyfile(options.heldout, options.out / "heldout.jsonl.xz")
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     packed = lzma.compress(text, check=lzma.CHECK_CRC64, preset=9 | lzma.PRESET_EXTREME)
@@ -99,7 +99,7 @@ def excerpt(train: list[dict], total: int = EXCERPT_BYTES) -> list[dict]:
 
 
 def leading_part(text: str, limit: int) -> str:
-    """At most `limit` bytes of `text`, to the end of a line, or of a sentence in one long line."""
+    """At most `limit` bytes of `text`, up to the end of a line, or a sentence in one long line."""
     if len(text.encode()) <= limit:
         return text
     part = text.encode()[:limit].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""Draws docs/gallery.md, and the README's figure and table, from the runs of `quantdiff demo`.
+"""Draw docs/gallery.md, and the README's figure and table, from the runs of `quantdiff demo`.
 
 quantdiff demo --out runs/demo
 python scripts/draw_gallery.py runs/demo
@@ -46,7 +46,7 @@ def main() -> int:
     for figure in report.figures:
         path = FIGURES / f"gallery_{figure.key}.png"
         save_page(figure.page, path.with_suffix(""))
-        path.with_suffix(".svg").unlink()  # a repository is no place for both
+        path.with_suffix(".svg").unlink()  # the repository has no need of both
         images[figure.key] = path
     write_bytes(DOCS / "gallery.md", gallery(report, images).encode())
     text = README.read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def _zoo_first(folder: Path) -> tuple[bool, int, str]:
 
 
 def gallery(report: Report, images: dict[str, Path]) -> str:
-    """All sections, tables and figures, one after the other."""
+    """All sections, tables and figures, one after another."""
     parts = [HEAD]
     for section in report.sections:
         parts.append(f"## {escaped(section.title)}\n")

@@ -29,42 +29,41 @@ TEXT = {
         "Query head i reads key head i // (H/G). Every head is its own output.",
     ),
     "adjacent": (
-        "DIFF V1, as its authors have it",
+        "DIFF V1, as its authors implement it",
         "Official V1, Motif-2.6B, Phi-4-mini-flash and timm's `DiffAttention`. Even query heads "
-        "are map 1 and odd ones map 2; each map has its own key heads, even and odd again, and "
-        "both weigh values of twice the width. λ = exp(λq1·λk1) − exp(λq2·λk2) + λ_init, one "
-        "number a layer; after the "
-        "subtraction an RMS norm over the 2d channels of each head, times 1 − λ_init. The official "
-        "naive file agrees with this only without grouped queries: it repeats key heads that are "
-        "interleaved already. The flash file is the one to follow.",
+        "are map 1, odd ones map 2; each map has its own key heads, again even and odd, and both "
+        "weigh values of twice the width. λ = exp(λq1·λk1) − exp(λq2·λk2) + λ_init, one number per "
+        "layer; the subtraction is followed by an RMS norm over the 2d channels of each head, "
+        "times 1 − λ_init. The official naive file agrees with this only without grouped queries: "
+        "it repeats key heads that are interleaved already. Follow the flash file.",
     ),
     "halves": (
-        "DIFF V1, as transformers has it",
-        "`DiffLlama`, whose `num_attention_heads` counts all H query heads. Head i is map 1 and "
-        "head i + H/2 map 2. Keys are repeated over the groups as in Llama; value heads are cut "
-        "into two halves and head g of the one stands beside head g of the other. The attention "
-        "function is called twice, once for each half of the values, with the same queries and "
-        "keys: whoever counts there counts double. The norm has no weight.",
+        "DIFF V1, as transformers implements it",
+        "`DiffLlama`, whose `num_attention_heads` counts all H query heads. Head i is map 1, head "
+        "i + H/2 map 2. Keys are repeated over the groups as in Llama; value heads are split into "
+        "two halves, with head g of one beside head g of the other. The attention function is "
+        "called twice, once for each half of the values, with the same queries and keys: anything "
+        "counted there is counted twice. The norm has no weight.",
     ),
     "adjacent_shared": (
         "DIFF V2",
-        "Twice the query heads, keys and values of width d shared by the two heads of a pair, one "
-        "attention call. λ = sigmoid(W·x): a number for each token and pair. Nothing follows the "
-        "subtraction. The pair (i, i + H/2) would have the same shapes, read different key heads "
-        "and give other numbers; `Layout.check_pairs` refuses it.",
+        "Twice the query heads; keys and values of width d, shared by the two heads of a pair; one "
+        "attention call. λ = sigmoid(W·x): one number per token and pair. Nothing follows the "
+        "subtraction. The pair (i, i + H/2) would have the same shapes but read different key "
+        "heads and give different numbers; `Layout.check_pairs` refuses it.",
     ),
     "grouped:4": (
         "Grouped DIFF",
-        "Motif-2-12.7B has 40 query heads, eight groups of four signal heads and one noise head, "
+        "Motif-2-12.7B has 40 query heads (eight groups of four signal heads and one noise head) "
         "and 16 key-value heads; two groups are drawn. Signal heads read even key heads, noise "
-        "heads odd ones; the one noise map is subtracted from each of its four signal maps. λ and "
-        "the norm are V1's.",
+        "heads odd ones; the noise map is subtracted from each of its four signal maps. λ and the "
+        "norm are V1's.",
     ),
 }  # fmt: skip
 
 
 def draw(found: Layout, heads: int, kv_heads: int) -> Any:
-    """Key heads above, query heads in the middle, what is left below."""
+    """Key heads at the top, query heads in the middle, the heads that are left at the bottom."""
     with style():
         page = Page(DOUBLE, 2.1)
         axes = page.subplots()
@@ -113,20 +112,20 @@ def draw(found: Layout, heads: int, kv_heads: int) -> Any:
 
 
 def beside(values: tuple[int, ...]) -> str:
-    """Value heads that stand side by side."""
+    """Value heads written side by side."""
     return "|".join(f"v{g}" for g in values)
 
 
 def page_text() -> str:
-    """docs/layouts.md."""
+    """The text of docs/layouts.md."""
     lines = [
         "# Head layouts",
         "",
-        "Made by `scripts/draw_layouts.py` from `quantdiff/attention/layouts.py`. H query and "
-        "G key-value heads are numbered as their projections give them, in every layout; blue is "
-        "map 1 (branch 1), orange map 2 (branch 2), dashed what is subtracted.",
+        "Drawn by `scripts/draw_layouts.py` from `quantdiff/attention/layouts.py`. In every layout "
+        "the H query and G key-value heads are numbered in the order of their projections; blue is "
+        "map 1 (branch 1), orange map 2 (branch 2); what is subtracted is dashed.",
         "",
-        "| layout | branch of the heads | key head of each | values of each head left |",
+        "| layout | branch of the heads | key head of each | values of each remaining head |",
         "|---|---|---|---|",
     ]
     for name, heads, kv_heads in CASES:

@@ -1,12 +1,12 @@
-"""One prepared run that says whether quantdiff is right and how fast it is on this GPU.
+"""One prepared run that checks whether quantdiff is correct on this GPU, and how fast it is.
 
-It needs torch and transformers, and no installation: it imports quantdiff from the checkout that it
-lies in. What the machine lacks, such as flash-attn, is a row with the reason.
+It needs torch and transformers, but no installation: it imports quantdiff from its own checkout.
+Whatever the machine lacks, such as flash-attn, becomes a row with the reason.
 
     python scripts/gpu_check.py --minutes 6 --out runs/gpu_check.json
     python scripts/gpu_check.py --cpu     # all of it at small sizes, in about a minute
 
-The exit code is 0 if all of it ran and agreed, else 1.
+The exit code is 0 if everything ran and agreed, else 1.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from gpu_checks.common import Check, Found, MissingPartError, NotReachedError, P
 
 from quantdiff.files import write_json  # noqa: E402
 
-# Parts in their order, with the share of the time at which each of them has to end.
+# Parts in order, with the share of the time by which each of them must end.
 SHARES = {
     "environment": 0.10,
     "log-sum-exp": 0.25,
@@ -44,12 +44,12 @@ SHARES = {
     "flex recording": 0.91,
     "flex attention": 1.00,
 }
-LONGEST = 90  # seconds of one check
+LONGEST = 90  # seconds of one check, at most
 VERDICTS = {True: "agreed", False: "NOT AGREED", None: "not finished"}
 
 
 def parts(place: Place) -> dict[str, Callable[[], list[Check]]]:
-    """What makes the checks of each part; imports only then, so that one cannot stop another."""
+    """Makers of each part's checks, which import only when called: no part can stop another."""
 
     def attention(flex: bool) -> list[Check]:
         from gpu_checks.attention import attention_checks
@@ -112,12 +112,12 @@ def parts(place: Place) -> dict[str, Callable[[], list[Check]]]:
 
 
 class Report:
-    """The rows of all parts; the file is written anew after each of them.
+    """The rows of all parts; the file is rewritten after each row.
 
     Attributes:
-        content: what is written. `finished` is whether every part was reached and a check kept its
-            bounds; `agreed` is False where something failed, and None where nothing did but not
-            all of it ran.
+        content: what is written. `finished` is whether every part was reached and some check kept
+            its bounds; `agreed` is False where something failed, and None where nothing failed but
+            not everything ran.
     """
 
     def __init__(self, out: Path, device: str, minutes: float) -> None:
@@ -148,11 +148,11 @@ class Report:
         self.save()
 
     def end(self) -> None:
-        """Say what all parts together found."""
+        """Combine the results of all parts."""
         parts = self.content["parts"].values()
         rows = [row for part in parts for row in part["rows"]]
         found = {item["status"] for item in (*parts, *rows)}
-        # Only a number that kept its bound says anything: names and times are always ok.
+        # Only a number that kept its bound counts: names and times are always ok.
         compared = any(row["status"] == "ok" and row["within"] for row in rows)
         self.content["finished"] = compared and "not reached" not in found
         if "failed" in found:
@@ -163,7 +163,7 @@ class Report:
 
 
 def run_part(report: Report, name: str, make: Callable[[], list[Check]], place: Place) -> None:
-    """All checks of a part, each for itself."""
+    """Run all checks of a part, independently of each other."""
     begin = time.monotonic()
     try:
         checks = make()
@@ -208,7 +208,7 @@ def run_check(check: Callable[[], Found], place: Place) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same, but text where it is a number that JSON does not know."""
+    """The value itself, or text for a number that JSON lacks."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
@@ -222,7 +222,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Ends what takes longer, for example a compilation."""
+    """Stop whatever takes longer, such as a compilation."""
 
     def over(*_: Any) -> None:
         raise NotReachedError(f"stopped after {seconds:.0f} s")
@@ -277,7 +277,7 @@ def main() -> int:
         # Compiling flex_attention takes longer here than all the rest, and for narrow heads the
         # compiled form is wrong on some CPUs.
         torch.compiler.set_stance("force_eager")
-        torch.set_num_threads(1)  # the sizes are too small to share
+        torch.set_num_threads(1)  # the sizes are too small for more
     # The imports count too.
     begin, seconds = time.monotonic() - time.process_time(), options.minutes * 60
     report = Report(options.out, str(place.device), options.minutes)

@@ -1,11 +1,11 @@
-"""Measures what low bits cost models, site by site: tables and figures of docs/bits.md.
+"""Measure what low bits cost models, site by site: tables and figures of docs/bits.md.
 
     python scripts/measure_bits.py smollm2-135m
     torchrun --nproc-per-node 2 scripts/measure_bits.py smollm2-135m    # shared by two processes
     python scripts/measure_bits.py smollm2-135m --parts sites --tables-only
     python scripts/measure_bits.py zoo:transformer zoo:diff-v1 zoo:diff-v2    # docs/bits_zoo.md
 
-Every part is a sweep in a folder of its own under --out: one that was stopped goes on.
+Every part is a sweep in a folder of its own under --out; one that was stopped resumes.
 """
 
 import argparse
@@ -40,7 +40,7 @@ DEPLOYED = (
 REMEDIED = ("W8A8", "W4A8", "W4A16", "W3A16", "L4")
 REMEDIES = ("none", "smooth:0.5", "rotate", "gptq", "rotate+gptq")
 
-# Layer by layer: sites, widths and text of the search, another text to hold its ranking against,
+# Layer by layer: sites, widths and text of the search, another text to compare its ranking with,
 # and average bits. What the search proposes is measured on TEXT, which it has not seen.
 LAYERS = "layers"
 SEARCHED = ("attention_logits", "weights")
@@ -50,10 +50,10 @@ OTHER = Text("corpus", tokens=2048, seq_len=512)
 
 
 def remedied(_):
-    """Short names, and in place of a remedy inputs whose largest values are clipped.
+    """Short names, and, instead of a remedy, inputs whose largest values are clipped.
 
-    Beside those, inputs on the same static grids without clipping: that there is one grid for all
-    tokens costs too.
+    For comparison, inputs on the same static grids without clipping: one grid for all tokens has
+    its own cost.
     """
     static = [
         [
@@ -68,7 +68,7 @@ def remedied(_):
 
 
 def together(page):
-    """Short names, with groups of weights that divide the rows of all of a page's models."""
+    """Short names, with groups of weights that divide the rows of all models of a page."""
     return [(), *(schemes(name.format(group=page.group)) for name in DEPLOYED)]
 
 
@@ -85,9 +85,9 @@ class Part:
     """What one sweep computes.
 
     Attributes:
-        schemes: that are tried, on a page's models.
+        schemes: gives those to try on a page's models.
         evaluation: of every cell.
-        remedies: tried with each.
+        remedies: tried with each scheme.
         figure: kind and words, as `Page.content` takes them.
     """
 
@@ -184,7 +184,7 @@ def say(sentence):
 
 
 def measure_layers(models, folder, seq_len):
-    """One layer at a time on two texts, and shared-out bits beside uniform ones on a third."""
+    """Sweep one layer at a time on two texts, and mixed and uniform bits on a third."""
     ranked = [Scheme(site, RANKED) for site in SEARCHED]
     computed(models, ranked, folder / "other", fitted(OTHER, seq_len), each="layer")
     grid = [Scheme(site, bits) for site in SEARCHED for bits in WIDTHS]
@@ -199,7 +199,7 @@ def plans(found, model):
 
 
 def layers_content(page):
-    """The table of `measure_layers`, and a figure a model and site."""
+    """The table of `measure_layers`, and one figure per model and site."""
     search, other, unseen = (
         SweepResults.load(page.results / LAYERS / name) for name in ("search", "other", "unseen")
     )

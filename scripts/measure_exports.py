@@ -1,12 +1,12 @@
-"""Exports models in every format that works here, and writes the tables of docs/export.md.
+"""Export models in every format that works here, and write the tables of docs/export.md.
 
     python scripts/measure_exports.py smollm2-135m --tokens 16384
     python scripts/measure_exports.py --table-only    # of what is measured already
 
-Results go to docs/export/results.jsonl as they come, so that a run that was stopped goes on. Other
-tokens, other windows or another dtype are other results, and have a table of their own. Results of
-other weights under a model's name, or of other versions, are replaced. A checkpoint that does not
-give the logits from before it was saved is told of and makes the exit code 1.
+Results go to docs/export/results.jsonl as they come, so that a stopped run resumes. Results with
+other tokens, windows or dtype are kept apart, in a table of their own. Results of other weights
+under a model's name, or of other versions, are replaced. A checkpoint that does not reproduce the
+logits from before it was saved is reported and makes the exit code 1.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main():
 
 
 def measure(name, formats, asked, rows, results, failed):
-    """The rows with those of a model; what was not measured yet is, and kept as it comes."""
+    """Measure what a model still lacks, saving each row as it comes, and return all rows."""
     model, tokenizer = load(name, dtype=asked["dtype"])
     about = {
         "model": name, "asked": asked, "versions": deciding_versions(),

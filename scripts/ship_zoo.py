@@ -1,10 +1,10 @@
-"""Puts trained models of the zoo where the package ships them, each with its card and log.
+"""Put trained models of the zoo where the package ships them, each with its card and log.
 
     python scripts/ship_zoo.py runs/zoo                      # whichever of the three are finished
     python scripts/ship_zoo.py runs/zoo --kinds transformer
 
 A model that is shipped already is replaced. Writes the cards, the table of docs/zoo.md, the ends of
-the logs and the training curves of all that are.
+the logs and the training curves of all shipped models.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def size_of(recipe: dict[str, Any]) -> str:
-    """The `--size` that a recipe is of, whatever options replaced."""
+    """The `--size` of a recipe, whatever options replaced."""
     shape = ("hidden", "layers", "ffn")
     return next(
         name
@@ -122,7 +122,7 @@ def size_of(recipe: dict[str, Any]) -> str:
 
 
 def check_alike(kind: str, run: Path) -> None:
-    """Refuse a model that was not trained as the others that are shipped; exits with a reason."""
+    """Refuse a model that was not trained like the other shipped ones; exits with a reason."""
     mine = _trained(run, run / "model")
     for name, told in shipped().items():
         if told["kind"] == kind:
@@ -137,7 +137,7 @@ def check_alike(kind: str, run: Path) -> None:
 
 
 def _trained(folder: Path, model: Path) -> dict[str, Any]:
-    """What has to be alike. The norms' ε is not among it: the cards tell each model's own."""
+    """What must agree. The norms' ε is not part of it: the cards state each model's own."""
     told = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     tokenizer = hashlib.sha256((model / "tokenizer.json").read_bytes()).hexdigest()
     facts = {name: told[name] for name in ("text", "tokens", "parameters")}
@@ -151,7 +151,7 @@ def ship(kind: str, run: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(run / "model", target)
     write_json(target / "training.json", told)
-    # quantdiff has the classes of its own: a copy of their code could only grow old.
+    # quantdiff itself has the classes: a copy of their code could only become outdated.
     for code in target.glob("*.py"):
         code.unlink()
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
@@ -165,9 +165,9 @@ def ship(kind: str, run: Path) -> None:
 
 
 def end_log(log: Path, told: dict[str, Any]) -> None:
-    """Let a log end with the loss on all held-out tokens, and the bigram model's on the same ones.
+    """End a log with the loss on all held-out tokens, and the bigram model's on the same ones.
 
-    While a model is in training, only some of them are looked at.
+    During training, only some of them are evaluated.
     """
     names = ("tokens", "held_out_loss", "held_out_stderr", "held_out_tokens", "bigram_loss")
     end = json.dumps({name: told[name] for name in names})
@@ -178,7 +178,7 @@ def end_log(log: Path, told: dict[str, Any]) -> None:
 
 
 def card(folder: Path, told: dict[str, Any]) -> str:
-    """Of a model that is shipped."""
+    """The card of a shipped model."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     facts = {**told["recipe"], **told, "hours": told["seconds"] / 3600}
     facts |= {name: config[name] for name in ("intermediate_size", "rms_norm_eps")}
@@ -190,7 +190,7 @@ def card(folder: Path, told: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """What is shipped, in Markdown."""
+    """The shipped models, as a table in Markdown."""
     lines = [
         "| model | parameters | tokens | held-out loss, nats | a bigram model |",
         "|---|---:|---:|---:|---:|",

@@ -15,7 +15,7 @@ __all__ = ["at_loss", "draw", "tables"]
 
 Told = dict[str, Any]
 PLAIN = KINDS[0]
-# What a model's path holds beside its loss -> how it is called.
+# What a model's path holds besides its loss -> its name.
 OUTLIERS = {"logit": "top-1 logit", "hidden": "top-1 hidden"}
 
 AT_THE_END = (
@@ -60,7 +60,7 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _pairs(models: Sequence[Told]) -> Iterator[tuple[str, str, list[tuple[Told, Told]]]]:
-    """(variant, kind, pairs of Transformer and differential model, one a seed)."""
+    """(variant, kind, pairs of Transformer and differential model, one per seed)."""
     groups: dict[tuple[str, str], list[tuple[Told, Told]]] = {}
     plain = {_recipe(m): m for m in models if m["kind"] == PLAIN}
     for m in models:
@@ -76,7 +76,7 @@ def _recipe(m: Told) -> str:
 
 
 def _last(plain: Told, other: Told) -> tuple[float, dict[str, float], float]:
-    """Difference of losses, quotients of outliers, difference of what 4 bits cost."""
+    """Difference of losses, ratios of outliers, difference of what 4 bits cost."""
     first, second = plain["losses"], other["losses"]
     times = {
         "logit": other["attention_logits"]["top1"] / plain["attention_logits"]["top1"],
@@ -87,18 +87,18 @@ def _last(plain: Told, other: Told) -> tuple[float, dict[str, float], float]:
 
 
 def _equal(plain: Told, other: Told) -> tuple[float, dict[str, float], None]:
-    """The loss that both had once, and quotients of outliers at it."""
+    """A loss that both reached, and ratios of outliers at it."""
     loss = max(m["path"][-1]["loss"] for m in (plain, other))
     here, there = (at_loss(m["path"], loss) for m in (plain, other))
     return loss, {name: there[name] / here[name] for name in here}, None
 
 
 def at_loss(path: Sequence[dict[str, float]], loss: float) -> dict[str, float]:
-    """A model's outliers when it last came down to a loss.
+    """A model's outliers when it last fell to a loss.
 
     Args:
         path: looks in the order of training, each with `loss` and `OUTLIERS`.
-        loss: between the least and the first one.
+        loss: between the path's last loss and its first.
 
     Returns:
         Each outlier and the learning rate, interpolated between the two looks, linearly in the

@@ -1,10 +1,10 @@
 """What moves the outliers of small models: attention, seed, learning rate, context, heads, length.
 
-Trains the `small` trio again and again, one thing changed at a time, and measures each model on the
+Trains the `small` trio repeatedly, changing one thing at a time, and measures each model on the
 held-out text: loss, the largest and the median attention logit and hidden state, and the loss with
-quantized logits; the largest ones also on the way, so that models can be compared at equal loss.
-Finished models, and those that the results hold already, are not trained again; broken-off ones go
-on.
+quantized logits; the largest ones also during training, so that models can be compared at equal
+loss. Models that are finished, or already in the results, are not trained again; interrupted ones
+resume.
 
     python scripts/study_zoo.py --out runs/study
     python scripts/study_zoo.py --out runs/study --part 1/2     # and 2/2 beside it
@@ -33,9 +33,9 @@ BASE = replace(SIZES["small"], dtype="float32")
 SEEDS = (0, 1, 2)
 MEASURED = 32_768  # held-out tokens
 BITS = (8, 6, 4, 3, 2)
-LOOKS, LOOKED_AT = 24, 16  # times that a model's outliers are looked at on its way; windows
+LOOKS, LOOKED_AT = 24, 16  # how often outliers are measured during training; windows
 
-# What is varied -> the recipes, by seed; in the order in which they are trained.
+# What is varied -> the recipes, by seed, in the order of training.
 STUDY: dict[str, list[Recipe]] = {
     "rate 3e-3": [replace(BASE, seed=seed) for seed in SEEDS],
     "rate 1e-3": [replace(BASE, rate=1e-3)],
@@ -92,7 +92,7 @@ def measure(model: Any, windows: torch.Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def look(model: Any, windows: torch.Tensor) -> dict[str, float]:
-    """Loss and largest magnitudes of a model that is in training, over windows (W, N)."""
+    """Loss and largest magnitudes of a model in training, over windows (W, N)."""
     with quantdiff.record(model, top_k=1, detail="extremes") as recorder:
         loss, _ = held_out_loss(model, windows, contextlib.nullcontext)
     profile = recorder.profile()
@@ -103,7 +103,7 @@ def look(model: Any, windows: torch.Tensor) -> dict[str, float]:
 
 
 def spread(windows: torch.Tensor, count: int) -> torch.Tensor:
-    """So many windows at even distances: the text is one source after the other."""
+    """Evenly spaced windows, `count` of them: the text is one source after another."""
     return windows[torch.linspace(0, len(windows) - 1, count).round().long()]
 
 
@@ -113,7 +113,7 @@ def train(out: Path, part: tuple[int, int]) -> None:
     streams = {n: Stream(DATA, tokenizer, n) for n in {r.length for _, r, _ in runs()}}
     test = Stream(HELD_OUT_TEXT, tokenizer, BASE.length)
     done = {key_of(told) for told in results()}
-    # Shared out before what is done is left out: a part that starts later meets no other's models.
+    # Shared out before finished runs are dropped: a part that starts later takes no other's models.
     shared = runs()[part[0] - 1 :: part[1]]
     mine = [run for run in shared if (run[0], run[1].seed, run[2]) not in done]
     columns = (
@@ -143,7 +143,7 @@ def train(out: Path, part: tuple[int, int]) -> None:
                 remember(run, few)
             bigram = bigram_loss(streams[length].tokens, held_out.numpy())
             told = run.finish(held_out, tokenizer, bigram)
-            # As it is saved: casting the module back would leave its rotary buffer rounded.
+            # As saved: casting the module back would leave its rotary buffer rounded.
             model, _ = quantdiff.load(place / kind / "model", device="cpu", dtype="float32")
             measured = measure(model, held_out)
             path = [{"step": step, **told} for step, told in looks(run).items()]
@@ -153,7 +153,7 @@ def train(out: Path, part: tuple[int, int]) -> None:
 
 
 def remember(run: Run, windows: torch.Tensor) -> None:
-    """Look at a model in training, and keep it: the step's own checkpoint came before."""
+    """Measure a model in training and save that: the step's own checkpoint came before."""
     rate = run.recipe.learning_rate(run.step - 1)
     run.records.append({"step": run.step, "look": look(run.model, windows) | {"rate": rate}})
     run.save()

@@ -1,7 +1,7 @@
 """Record a tiny random model of every causal-LM family of the installed transformers.
 
-For each family and attention implementation the recording is compared with what that model's own
-eager code hands to softmax, which is caught as a tensor whatever the code looks like: the logits
+For each family and attention implementation, the recording is compared with what the model's own
+eager code passes to softmax, which is caught as a tensor whatever the code looks like: the logits
 after soft-cap and bias, with the mask added. Writes docs/families.md.
 
     python scripts/survey_families.py --out docs/families.md
@@ -36,7 +36,7 @@ BACKENDS = ("eager", "sdpa", "flex_attention")
 
 @dataclass
 class Result:
-    """What one family gave: a word per backend, and reasons."""
+    """The outcome of one family: a word per backend, and reasons."""
 
     family: str
     name: str = ""
@@ -81,7 +81,7 @@ def compare(
 
 
 def _compare_hidden(profile: Any, model: torch.nn.Module, given: dict[str, Tensor]) -> str:
-    """Every layer's output, and the model's own list of hidden states where it gives one."""
+    """Every layer's output, and the model's own list of hidden states where it returns one."""
     sites = profile.hidden_states.sites
     modules = dict(model.named_modules())
     outputs: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ def _compare_hidden(profile: Any, model: torch.nn.Module, given: dict[str, Tenso
         near = abs(float(site.absmax[0]) - largest) <= 1e-4 * largest
         if not near or abs(site.moments.mean[0] - mean) > 1e-4 * float(values.std()):
             return f"hidden states of {site.name}: {float(site.absmax[0])} against {largest}"
-    # Of the model's own list the last entry has been through the final norm.
+    # The last entry of the model's own list has been through the final norm.
     if states is not None and len(states) == len(sites) + 1:
         for site, state in zip(sites[:-1], states[1:-1], strict=True):
             if not torch.equal(state, outputs[site.name]):
@@ -188,19 +188,19 @@ def page(results: list[Result]) -> str:
     lines = [
         "# Families",
         "",
-        "Made by `scripts/survey_families.py`: a tiny random model of every causal-LM family of "
-        "the installed transformers, recorded under each attention implementation and compared "
-        "with what the model's own eager code hands to softmax (counts equal, extremes to 1e-4). "
-        "flex_attention runs in its plain form: torch 2.13 compiles it wrongly for the narrow "
-        "heads of tiny models on CPUs without AVX-512.",
+        "Written by `scripts/survey_families.py`: a tiny random model of every causal-LM family of "
+        "the installed transformers is recorded under each attention implementation and compared "
+        "with what its own eager code passes to softmax (counts equal; extremes, means and "
+        "deviations to 1e-4). flex_attention runs in its plain form, since torch 2.13 compiles it "
+        "incorrectly for the narrow heads of tiny models on CPUs without AVX-512.",
         "",
         f"- {len(both)} of {len(results)} families are exact under eager and sdpa, and {single} "
         "more under one of the two;",
         f"- {len(wrong)} give a wrong number;",
-        "- *unpadded*: exact without padding; with it the family's own backends differ, so that "
+        "- *unpadded*: exact without padding; with padding the family's own backends differ, so "
         "there is nothing to compare with;",
-        "- *refused*: quantdiff says why it will not record; *not offered*: the family does not "
-        "run with this implementation here; *crashed*: the forward ends the process, also without "
+        "- *refused*: quantdiff states why it does not record; *not offered*: the family does not "
+        "run with this implementation here; *crashed*: the forward ends the process, even without "
         "quantdiff; *not tried*: no tiny model could be built or run.",
         "",
         f"Versions: {made}.",

@@ -1,4 +1,4 @@
-"""Tiny random models of every causal-LM family, and what each of them hands to softmax itself."""
+"""Tiny random models of every causal-LM family, and what each of them itself passes to softmax."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 
-# What single configs need beyond that, by their model type.
+# What individual configs need beyond that, by model type.
 SPECIAL: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 96, "local_attention_window_len": 8},
     "cohere_compass_text": {
@@ -54,7 +54,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "full_attention": None,
         },
     },
-    # Its attention asks for a rope_theta that its own default config lacks.
+    # Its attention needs a rope_theta that its own default config lacks.
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "dots3_note_text": {
         "swa_num_attention_heads": 4,
@@ -95,7 +95,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-# Families whose models do nothing by themselves, and why.
+# Families whose models do not run on their own, and why.
 NOT_ALONE = dict.fromkeys(
     ("gemma4_assistant", "gemma4_unified_assistant"),
     "it drafts tokens for a larger model and attends to that model's keys and values, so that it "
@@ -147,7 +147,7 @@ def small_config(config_class: type) -> Any:
     try:
         return config_class(**given)
     except Exception:
-        # One size that the family ties to another: leave out what it refuses, one by one.
+        # One size is tied to another in this family: try leaving out each of them.
         for name in list(given):
             rest = {key: value for key, value in given.items() if key != name}
             with contextlib.suppress(Exception):
@@ -172,7 +172,7 @@ def batch(model: torch.nn.Module) -> dict[str, Tensor]:
     """Three sequences: one whole, one padded on the left, one on the right."""
     embedding = model.get_input_embeddings()
     vocabulary = next(embedding.parameters()).shape[0]
-    # Music has one table for each codebook, and a row of each of them makes one sequence.
+    # Music models have one table per codebook, and one row for each makes a sequence.
     rows = 3 * (len(embedding) if isinstance(embedding, torch.nn.ModuleList) else 1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, min(vocabulary, 96), (rows, 20), generator=generator)
@@ -183,7 +183,7 @@ def batch(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def untried(family: str, error: Exception) -> str:
-    """Why there is no tiny model of a family, whose making or running ended in this error."""
+    """Why there is no tiny model of a family, given the error of building or running it."""
     if family in NOT_ALONE:
         return NOT_ALONE[family]
     if isinstance(error, ImportError):
@@ -201,7 +201,7 @@ def short(error: Exception, limit: int = 160) -> str:
 
 
 class SoftmaxInputs(TorchFunctionMode):
-    """Keeps every tensor of attention's shape that goes into a softmax, and whose it is."""
+    """Keep every tensor of attention's shape that goes into a softmax, with its module's name."""
 
     def __init__(self, model: torch.nn.Module, rows: int) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class SoftmaxInputs(TorchFunctionMode):
             if isinstance(x, Tensor) and dim in (-1, x.dim() - 1) and self.rows in x.shape[1:3]:
                 before = self.before_max
                 if before is not None and before.shape == x.shape and not x.amax(-1).any():
-                    x = before  # its rows' maxima were taken off for stability
+                    x = before  # its rows' maxima were subtracted for stability
                 self.kept.append((self.stack[-1] if self.stack else "", x.detach().clone()))
             self.before_max = None
         elif getattr(func, "__name__", "") == "max" and isinstance(args[0], Tensor):
@@ -240,7 +240,7 @@ class SoftmaxInputs(TorchFunctionMode):
 def own_logits(
     model: torch.nn.Module, given: dict[str, Tensor]
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """What each module hands to softmax, with the entries that count: (B, H, N, M) both."""
+    """What each module passes to softmax, and which entries count, both (B, H, N, M)."""
     rows = given["input_ids"].shape[1]
     with torch.no_grad(), SoftmaxInputs(model, rows) as catch:
         model(**given, use_cache=False)
@@ -255,7 +255,7 @@ def own_logits(
         s = x[..., :rows]  # without a sink's column
         seen = (s > torch.finfo(caught.dtype).min / 2) & real[:, None, :, None]
         calls = found.setdefault(name, [])
-        # DiffLlama goes twice over the same queries and keys.
+        # DiffLlama attends twice with the same queries and keys.
         if seen.any() and not (calls and torch.equal(calls[-1][0], s)):
             calls.append((s, seen.expand(s.shape)))
     return {name: calls for name, calls in found.items() if calls}

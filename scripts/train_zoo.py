@@ -1,9 +1,9 @@
 """Train the zoo: a Transformer, DIFF V1 and DIFF V2 that differ in their attention.
 
 Same tokenizer, text, token order, steps, schedule and seed; parameter counts within 1 %. Writes a
-checkpoint every few minutes and goes on from it; an interrupted run gives the weights of an
-unbroken one, to the bit with one or two processes on a CPU (of more, gradients may be summed in
-another order).
+checkpoint every few minutes and resumes from it; an interrupted run gives the weights of an
+uninterrupted one, bit for bit with one or two processes on a CPU (with more, gradients may be
+summed in another order).
 
     python scripts/train_zoo.py --size base --out runs/zoo
     python scripts/train_zoo.py --size tiny --kinds diff-v2 --out runs/tiny --dtype float32
@@ -35,7 +35,7 @@ DATA = Path(__file__).parent / "zoo_text" / "train.jsonl.xz"
 HELD_OUT_TEXT = Path(__file__).parent.parent / "calibration" / "corpus" / "heldout.jsonl.xz"
 # Options that replace a size's own.
 OVERRIDES = ("tokens", "length", "rate", "seed", "dtype", "eps")
-HELD_OUT = 64  # windows looked at while training; all of them at the end
+HELD_OUT = 64  # windows evaluated during training; all of them at the end
 
 
 class Ranks:
@@ -59,14 +59,14 @@ class Ranks:
             distributed.barrier()
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Of the values of all processes."""
+        """The mean of the values of all processes."""
         if self.count > 1:
             distributed.all_reduce(value)
         return value / self.count
 
 
 def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW; no decay on vectors: norms and λ."""
+    """AdamW, with no decay on vectors: norms and λ."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -77,7 +77,7 @@ def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def held_out_loss(model: Any, windows: torch.Tensor, autocast: Any) -> tuple[float, float]:
-    """Nats a token over windows (W, N), and its standard error over windows."""
+    """Nats per token over windows (W, N), and the standard error over windows."""
     model.eval()
     losses = []
     with torch.no_grad():
@@ -95,9 +95,9 @@ def held_out_loss(model: Any, windows: torch.Tensor, autocast: Any) -> tuple[flo
 
 
 class Run:
-    """One kind's training: its state, its files.
+    """One kind's training: its state and its files.
 
-    `state.pt` holds everything that the next step depends on; `log.jsonl` one line a record.
+    `state.pt` holds everything that the next step depends on; `log.jsonl` has one line per record.
     """
 
     def __init__(self, kind: str, recipe: Recipe, out: Path, stream: Stream, ranks: Ranks) -> None:
@@ -112,10 +112,10 @@ class Run:
         self.seconds = 0.0
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one.
+        """Resume from the checkpoint, if there is one.
 
         Raises:
-            SystemExit: it is of another recipe or other text.
+            SystemExit: it belongs to another recipe or other text.
         """
         path = self.out / "state.pt"
         if not path.exists():
@@ -148,7 +148,7 @@ class Run:
         write_bytes(self.out / "log.jsonl", lines.encode())
 
     def train(self, held_out: torch.Tensor, every: float, autocast: Any) -> Iterator[int]:
-        """Train to the end; gives the number of steps done after each one.
+        """Train to the end; yields the number of steps done after each one.
 
         Args:
             held_out: windows for the loss that is logged, (W, N); nothing depends on it.
@@ -198,7 +198,7 @@ class Run:
         self.save()
 
     def told(self) -> dict[str, Any] | None:
-        """What was written of a training that had ended before, with its date."""
+        """What was written about a training that had already ended, with its date."""
         path = self.out / "training.json"
         if not (self.resumed == self.recipe.steps and path.exists()):
             return None
@@ -206,13 +206,13 @@ class Run:
         return content
 
     def finish(self, held_out: torch.Tensor, tokenizer: Any, bigram: float) -> dict[str, Any]:
-        """Write the model as it is loaded later (bf16), and what was measured of it."""
+        """Write the model as it is loaded later (bf16), and its measurements."""
         self.model.to(torch.bfloat16)
         if self.ranks.first:
             self.model.save_pretrained(self.out / "model")
             tokenizer.save_pretrained(self.out / "model")
         self.ranks.wait()
-        # As it opens: casting this module back to fp32 would leave its rotary buffer rounded.
+        # As loaded: casting this module back to fp32 would leave its rotary buffer rounded.
         saved = type(self.model).from_pretrained(self.out / "model", dtype=torch.float32)
         value, error = held_out_loss(saved.to(self.ranks.device), held_out, contextlib.nullcontext)
         told = {

@@ -32,15 +32,15 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that determines a training run, but the kind of attention.
+    """Everything that determines a training run, except the kind of attention.
 
     Attributes:
         hidden, layers, heads, ffn: of the Transformer; V1 has the same projections, V2 twice the
             query heads and a narrower feed-forward part that pays for them.
-        length: tokens a window; batch: windows a step; tokens: to train on.
+        length: tokens per window; batch: windows per step; tokens: to train on.
         rate: peak learning rate, reached after `warmup` steps, then cosine to a tenth.
         dtype: of the computation, by autocast; the weights are fp32.
-        eps: of all norms; the configs of Llama and DiffLlama differ in what they say by default.
+        eps: of all norms; the configs of Llama and DiffLlama differ in their defaults.
     """
 
     hidden: int
@@ -63,7 +63,7 @@ class Recipe:
         return math.ceil(self.tokens / (self.length * self.batch))
 
     def learning_rate(self, step: int) -> float:
-        """Of step 0 … steps − 1."""
+        """The learning rate of a step, 0 … steps − 1."""
         if step < self.warmup:
             return self.rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -154,7 +154,7 @@ def train_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 
 class Stream:
-    """All documents one behind the other, each with its end, cut into windows.
+    """All documents in a row, each with its end token, cut into windows.
 
     The order of the windows is drawn anew for each epoch from the seed alone, so that step n sees
     the same tokens whatever ran before it, and whichever kind of model is trained.
@@ -194,7 +194,7 @@ class Stream:
 
 
 def bigram_loss(train: Any, windows: Any, prior: float = 16.0) -> float:
-    """Nats a token of a bigram model, over the tokens that a model is scored on.
+    """Nats per token of a bigram model, over the tokens that a model is scored on.
 
     p(b | a) = (n(a, b) + prior · p(b)) / (n(a) + prior), where p(b) has one added to every count.
 

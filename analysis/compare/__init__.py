@@ -1,6 +1,6 @@
 """Any models side by side: what was profiled, swept, exported and calibrated, as one report.
 
-The public names are imported when they are first used: a command's help must not wait for seaborn.
+The public names are imported on first use, so that a command's help does not wait for seaborn.
 """
 
 from typing import TYPE_CHECKING

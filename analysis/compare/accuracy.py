@@ -17,7 +17,7 @@ __all__ = ["bits_figures", "bits_table"]
 
 
 def bits_table(measured: Measured, measure: Measure) -> pd.DataFrame:
-    """One metric, a row a model and way of quantizing, a column a width.
+    """One metric: one row per model and scheme, one column per width.
 
     Returns:
         `model`, `scheme`, then `bits_16`, `bits_8`, … and, where the metric has standard errors,
@@ -49,17 +49,17 @@ def _number(value: float | None) -> float:
 def bits_figures(
     measured: Measured, names: Mapping[str, str], *, published: bool
 ) -> list[tuple[str | None, Page, pd.DataFrame]]:
-    """A figure a site, a panel a metric, a line a model: all quantized in the first way.
+    """One figure per site, one panel per metric, one line per model, all with the first scheme.
 
     Args:
         measured: an evaluation.
-        names: of the models in legends.
-        published: whether the paper's Figure 8 stands beside accuracies, as `plot_sweep` draws it.
+        names: of the models, for legends.
+        published: whether `plot_sweep` draws the paper's Figure 8 beside accuracies.
 
     Returns:
         Site, figure and its numbers; the site is None where nothing was quantized. Schemes for
-        several sites together have one width each and no figure; those for some layers or heads
-        have none either.
+        several sites together have one width each and no figure; nor have those for only some
+        layers or heads.
     """
     results = measured.results
     done = [row for row in results.rows if row["status"] == "ok"]

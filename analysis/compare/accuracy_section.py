@@ -41,7 +41,7 @@ def accuracy_section(
         colors: of all models of the comparison.
         keys: gives the parts' keys.
         published: whether the paper's Figure 8 is drawn beside accuracies.
-        drawn: with figures.
+        drawn: whether to include figures.
     """
     parts: list[Part] = []
     if not measured:
@@ -82,10 +82,10 @@ def _bits(measured: Measured, measure: Measure, keys: Keys) -> Table:
 
 
 def _counted(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """What a result counts where its error is over something else, and what that is."""
+    """What a result counts, where its error is over other units, and what those are."""
     if "windows" in settings:
         return f" tokens in {settings['windows']:,} windows", "windows"
-    if "samples" in settings:  # of the needles: at all depths one text
+    if "samples" in settings:  # needles: all depths share one text
         texts = len(set(settings["lengths"])) * settings["samples"]
         return f" questions about {texts:,} texts", "texts"
     return "", ""
@@ -131,7 +131,7 @@ def _differences(measured: Measured, found: Differences, keys: Keys) -> list[Tab
             continue
         caption = f"{data_of(measured)} {told}, on the same {frame['unit'].iloc[0]}."
         shown = frame.drop(columns=["evaluation", "unit"])
-        # What is the same in all lines is told once.
+        # What is the same in all rows is stated once.
         for column, word in _ONCE.items():
             shown, value = constant(shown, column)
             if value is not None and value != "16 bits":
@@ -154,7 +154,7 @@ def _drawn(measured: Measured, found: Differences, colors: Colors, keys: Keys) -
 
 
 def _how(frame: pd.DataFrame) -> str:
-    """By what the intervals are, which may differ with the number of units."""
+    """How the intervals were computed, which may differ with the number of units."""
     n, unit = frame["n"], frame["unit"].iloc[0]
     few, many = n[(n > 1) & (n < FEW)], n[n >= FEW]
     told = []
@@ -185,7 +185,7 @@ def _from_to(n: "pd.Series[int]") -> str:
 
 
 def _undecided(frame: pd.DataFrame) -> str:
-    """Why some lines do not say whether 0 is excluded; empty where all do."""
+    """Why some rows do not state whether 0 is excluded; empty where all do."""
     if frame["n"].min() >= DECISIVE:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Which runs can be compared: those that agree in all that a number depends on beside the model."""
+"""Which runs can be compared: those that agree in all that a number depends on but the model."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing in which comparable runs agree.
+    """One property in which comparable runs agree.
 
     Attributes:
         value: what is compared.
-        told: the value in a few words; empty where they would be too many.
+        told: the value in a few words; empty where it would take too many.
     """
 
     value: Hashable
@@ -31,7 +31,7 @@ class Group(Generic[T]):
 
     Attributes:
         members: in order.
-        facts: in which all of them agree.
+        facts: those in which all members agree.
     """
 
     members: tuple[T, ...]
@@ -39,7 +39,7 @@ class Group(Generic[T]):
 
 
 def groups(things: Sequence[T], facts: Callable[[T], Facts]) -> list[Group[T]]:
-    """Things in groups that agree in all facts, in the order of each group's first."""
+    """Group things that agree in all facts, in the order of each group's first member."""
     found: dict[tuple[tuple[str, Hashable], ...], tuple[Facts, list[T]]] = {}
     for thing in things:
         known = facts(thing)
@@ -49,12 +49,12 @@ def groups(things: Sequence[T], facts: Callable[[T], Facts]) -> list[Group[T]]:
 
 
 def apart(what: str, some: Sequence[Group[T]], name: Callable[[T], str]) -> list[str]:
-    """One sentence for each group but the first: in what it differs from that.
+    """One sentence for each group but the first: how it differs from the first.
 
     Args:
-        what: the groups are of, in the plural.
+        what: what the groups consist of, in the plural.
         some: groups.
-        name: of a member.
+        name: gives a member's name.
     """
     sentences = []
     for other in some[1:]:

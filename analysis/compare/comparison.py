@@ -38,12 +38,12 @@ from quantdiff.versions import versions
 
 __all__ = ["Comparison", "compare"]
 
-_NOISE = "noise"  # the evaluation that is no accuracy
-_NAMED = 4  # models in a title
+_NOISE = "noise"  # the evaluation that does not measure accuracy
+_NAMED = 4  # models named in a title
 
 
 def compare(*runs: Source, out: str | Path | None = None, published: bool = False) -> "Comparison":
-    """Put what profile, sweep, export and calibrate found side by side.
+    """Put the results of profile, sweep, export and calibrate side by side.
 
     Args:
         runs: folders that quantdiff wrote, in any mix, or folders of such folders; profiles,
@@ -67,14 +67,14 @@ def compare(*runs: Source, out: str | Path | None = None, published: bool = Fals
 class Comparison:
     """Any models side by side.
 
-    Its frames have a column `group`, from 1, wherever not everything can be compared with
-    everything: runs of different groups differ in data, tokens, definitions, detail, layers or
-    dtype, sweeps also in device, attention or versions. Frames of sweeps number evaluations alike.
+    All frames but `provenance` have a column `group`, counted from 1, as not all runs can be
+    compared: runs of different groups differ in data, tokens, definitions, detail, layers or dtype,
+    sweeps also in device, attention or versions. In frames of sweeps it numbers the evaluations.
 
     Attributes:
-        runs: that were read, in order.
-        names: of their models, in all frames and figures.
-        colors: of the models, in all figures.
+        runs: the runs that were read, in order.
+        names: the models' names in all frames and figures.
+        colors: the models' colours in all figures.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Comparison:
 
         Args:
             runs, published: as in `compare`.
-            command: the command line that asks for it, if one does.
+            command: the command line that requested it, if any.
 
         Raises:
             UsageError: there is nothing that can be read.
@@ -108,7 +108,7 @@ class Comparison:
         return numbered(self._recorded, lambda group: curves(group, "layers"))
 
     def accuracy(self) -> pd.DataFrame:
-        """What sweeps found, a row a cell and metric, as `SweepResults.frame` gives it."""
+        """Results of sweeps, one row per cell and metric, as `SweepResults.frame` gives them."""
         return numbered(self._measured, lambda one: one.results.frame())
 
     def differences(self) -> pd.DataFrame:
@@ -147,7 +147,7 @@ class Comparison:
         return provenance(self.runs, self._called)
 
     def frames(self) -> dict[str, pd.DataFrame]:
-        """All frames that hold something, by the names of the methods that give them."""
+        """All non-empty frames, by the names of the methods that return them."""
         found = {name: getattr(self, name)() for name in _FRAMES}
         return {name: frame for name, frame in found.items() if len(frame)}
 
@@ -192,20 +192,20 @@ class Comparison:
         """Draw a figure.
 
         Args:
-            kind: of profiles "layers", "heads", "magnitudes", "lambda" or "maps"; of sweeps "bits"
-                or "differences".
-            activation: with `ax`, what to draw of layers or magnitudes; the attention logits by
+            kind: for profiles "layers", "heads", "magnitudes", "lambda" or "maps"; for sweeps
+                "bits" or "differences".
+            activation: with `ax`, what to draw for layers or magnitudes; the attention logits by
                 default.
-            evaluation: of sweeps, for example "choice:questions.jsonl"; the first by default.
-            group: of profiles that can be compared, from 1.
-            ax: draw one panel here, and not in a new figure.
+            evaluation: for sweeps, such as "choice:questions.jsonl"; the first by default.
+            group: the group of comparable profiles, counted from 1.
+            ax: axes for one panel, instead of a new figure.
 
         Returns:
             The new matplotlib Figure (outside of pyplot; notebooks show it, `savefig` writes it),
             or `ax`.
 
         Raises:
-            UsageError: an unknown kind, or one that the runs do not hold.
+            UsageError: the kind is unknown, or the runs have no data for it.
         """
         if kind not in KINDS:
             raise UsageError(f"there is no figure {kind!r}; choose one of {', '.join(KINDS)}")
@@ -267,7 +267,7 @@ class Comparison:
         swept = {label for one in self._measured for label in one.labels}
         lacking = []
         for there, what in ((profiled, "profile"), (swept, "sweep")):
-            # Of two profiles of one name, a sweep of it is of either.
+            # Where two profiles share a name, a sweep under that name counts for both.
             written = {self._called.as_written[label] for label in there}
             without = [
                 label

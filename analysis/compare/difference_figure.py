@@ -12,25 +12,25 @@ from quantdiff.analysis.text import shorten
 
 __all__ = ["difference_data", "difference_page"]
 
-_HEIGHT = 2.2  # inches of a row of panels
-_APART = 0.1  # of the step between two widths, so that intervals do not lie on each other
-_SPREAD = 0.6  # of that step at most for all models together
+_HEIGHT = 2.2  # inches per row of panels
+_APART = 0.1  # of the step between two widths, so that intervals do not overlap
+_SPREAD = 0.6  # of that step, at most, for all models together
 _COLUMNS = 3
-_TITLE = 60  # letters
+_TITLE = 60  # characters
 
 
 def difference_data(frame: pd.DataFrame) -> pd.DataFrame:
-    """What is drawn of `differences.Differences.models`: the first scheme, and 16 bits."""
+    """The part of `differences.Differences.models` that is drawn: the first scheme, and 16 bits."""
     schemes = [scheme for scheme in dict.fromkeys(frame["scheme"]) if scheme != "not quantized"]
     wanted = {"not quantized", *schemes[:1]}
     return frame[frame["scheme"].isin(wanted)].reset_index(drop=True)
 
 
 def difference_page(data: pd.DataFrame, colors: Mapping[str, Any]) -> Page:
-    """A panel a metric, a line a model, bars for the 95 % intervals.
+    """One panel per metric, one line per model, and bars for the 95 % intervals.
 
     Args:
-        data: of `difference_data`, with at least one row.
+        data: from `difference_data`, with at least one row.
         colors: of the models.
     """
     metrics = list(dict.fromkeys(data["metric"]))
@@ -54,7 +54,7 @@ def difference_page(data: pd.DataFrame, colors: Mapping[str, Any]) -> Page:
                 x = np.array([widths.index(bits) for bits in mine["bits"]]) + shift
                 color = colors[model]
                 ax.plot(x, mine["difference"], color=color, marker="o")
-                # No error bars: an interval need not hold the difference.
+                # No error bars: an interval need not contain the difference.
                 ax.vlines(x, mine["low"], mine["high"], color=color, linewidth=0.8)
             ax.set_xticks(range(len(widths)), [str(bits) for bits in widths])
             ax.set_xlim(-0.35, len(widths) - 0.65)

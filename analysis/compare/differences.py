@@ -23,7 +23,7 @@ COLUMNS = (
     "excludes_0", "n", "unit",
 )  # fmt: skip
 
-# Beside the unquantized model already.
+# Already relative to the unquantized model.
 _AGAINST_16 = ("kl", "agreement")
 
 
@@ -32,11 +32,11 @@ class Differences:
     """Paired differences of one evaluation.
 
     Attributes:
-        models: of each model from the first at the same width, with `COLUMNS`; none where the
+        models: each model against the first at the same width, with `COLUMNS`; no rows where the
             first has no result. `difference` is the model's value less that of the baseline, `low`
             and `high` its 95 % interval over `n` units; `excludes_0` is missing where these are
             too few to tell.
-        widths: of each width from 16 bits of the same model, likewise.
+        widths: each width against 16 bits of the same model, likewise.
         warnings: what could not be paired, one sentence each.
     """
 
@@ -59,9 +59,9 @@ class _Pair:
 def differences(measured: Measured) -> Differences:
     """All paired differences of an evaluation, with the 95 % intervals of `paired.intervals`.
 
-    Pairs are made within one evaluation on the same data alone. A metric that is no mean of its
-    items, such as a perplexity, has none; that of its logarithm, `nll`, is the difference of nats
-    a token over the same windows, weighted by their tokens.
+    Pairs are formed only within one evaluation on the same data. A metric that is not a mean of its
+    items, such as perplexity, has no differences, but its logarithm, `nll`, does: in nats per token
+    over the same windows, weighted by their tokens.
     """
     items = _Items(measured)
     warnings: list[str] = []
@@ -89,7 +89,7 @@ def differences(measured: Measured) -> Differences:
 
 
 def _baseline(measured: Measured, some: list[Line]) -> str | None:
-    """The model that all others are compared with: the first of which anything is known."""
+    """The model that all others are compared with: the first with a result."""
     known = {line.model for line in some for row in line.points.values() if row["status"] == "ok"}
     return next((model for model in measured.results.models if model in known), None)
 
@@ -97,7 +97,7 @@ def _baseline(measured: Measured, some: list[Line]) -> str | None:
 def _between(
     measure: Measure, found: list[Line], baseline: str | None
 ) -> tuple[list[_Pair], list[str]]:
-    """Each model beside the baseline, quantized in the same way to the same width.
+    """Pair each model with the baseline, quantized in the same way to the same width.
 
     Returns:
         The pairs, and the models with a result that the baseline lacks.
@@ -155,7 +155,7 @@ class _Items:
 
 
 def _frame(measured: Measured, pairs: list[_Pair], items: _Items) -> pd.DataFrame:
-    # Pairs over the same units are drawn together.
+    # Pairs over the same units are resampled together.
     alike: dict[bytes, list[tuple[int, _Pair, Units, Any]]] = {}
     for number, pair in enumerate(pairs):
         of, less = items.units(pair.of), items.units(pair.less)

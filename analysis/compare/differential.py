@@ -32,8 +32,8 @@ def lambdas(group: Group[Recorded]) -> pd.DataFrame:
     """λ by depth.
 
     Returns:
-        One row a model and layer: `model`, `layer`, `mean`, and where λ is a number a token and
-        pair of heads (DIFF V2) `low`, `median` and `high`, the 5th, 50th and 95th percentile.
+        One row per model and layer: `model`, `layer`, `mean`, and, where λ is computed per token
+        and pair of heads (DIFF V2), `low`, `median` and `high`, the 5th, 50th and 95th percentiles.
     """
     rows: list[dict[str, Any]] = []
     for recorded in group.members:
@@ -61,8 +61,8 @@ def branches(group: Group[Recorded]) -> pd.DataFrame:
     """Branch 1 beside branch 2 of each differential model.
 
     Returns:
-        One row a model and branch: `model`, `branch`, `count`, `top1`, the largest magnitude of an
-        attention logit, and `median`, NaN where only extremes were recorded.
+        One row per model and branch: `model`, `branch`, `count`, `top1`, the largest magnitude of
+        an attention logit, and `median`, NaN where only extremes were recorded.
     """
     rows = []
     for recorded in group.members:
@@ -92,15 +92,14 @@ def maps(group: Group[Recorded]) -> pd.DataFrame:
     """Measures of the attention maps over all layers, where they were measured.
 
     Returns:
-        One row a model and kind of map: `model`, `kind`, `module` where the layers of a model hold
-        several attention modules, a row each, `rows`, the means over rows `row_sum`,
+        One row per model and kind of map: `model`, `kind`, `module` (a row each, where layers of a
+        model hold several attention modules), `rows`, the means over rows `row_sum`,
         `negative_mass`, `sink` and `entropy`, then `context_rms_min`, `context_rms_median` and
-        `context_rms_max`, and what bounds them: `lower`, 1/√n for softmax over the longest
-        sequence, n, and 0 for a difference, where a learned sink takes a share of the weights, and
-        for cross-attention; `upper`, 1 for softmax, and for a difference the
-        largest of its layers: √(1 + λ²) for λ ≥ 0, as ‖w₁ − λ·w₂‖² ≤ ‖w₁‖² + λ²·‖w₂‖² for weights
-        that are not negative, 1 + |λ| for λ < 0, and √2 for V2, whose λ lies between 0 and 1. It is
-        NaN where λ is not known.
+        `context_rms_max`, and their bounds: `lower`, 1/√n for softmax over the longest sequence, n,
+        and 0 for a difference, where a learned sink takes a share of the weights, and for
+        cross-attention; `upper`, 1 for softmax, and for a difference the largest of its layers:
+        √(1 + λ²) for λ ≥ 0, as ‖w₁ − λ·w₂‖² ≤ ‖w₁‖² + λ²·‖w₂‖² for non-negative weights, 1 + |λ|
+        for λ < 0, and √2 for V2, whose λ lies between 0 and 1. It is NaN where λ is not known.
     """
     found = []
     for recorded in group.members:
@@ -129,14 +128,14 @@ def _largest(recorded: Recorded, sites: list[MapStatistics]) -> float:
     if recorded.profile.lambdas:
         return 2**0.5
     layers = recorded.profile.model.get("lambda")
-    # Layers of a hybrid without attention have no λ, and no site.
+    # Layers without attention, as in hybrid models, have no λ and no site.
     known = [layers[site.layer] if layers else None for site in sites]
     found = [(1 + x**2) ** 0.5 if x >= 0 else 1 - x for x in known if x is not None]
     return max(found) if len(found) == len(sites) else np.nan
 
 
 def _together(sites: list[MapStatistics]) -> dict[str, Any]:
-    """Some layers' rows as one."""
+    """Combine the rows of some layers into one."""
     rows = sum(int(site.counts["rows"].sum()) for site in sites)
     norms = Histogram.empty(1)
     for site in sites:
@@ -167,10 +166,10 @@ def noise(measured: Measured) -> pd.DataFrame:
     """Signal to quantization noise before and after the subtraction, from the evaluation `noise`.
 
     Returns:
-        One row a model, way of quantizing and width: `model`, `scheme`, `bits`, then what the
-        evaluation gives, each the mean over layers: `snr_logits`, `snr_softmax` of standard heads,
-        `snr_branch_1`, `snr_branch_2`, `snr_difference`, `cancellation` of differential ones, and
-        `snr_hidden`; NaN where a model has none. Widths with noise only.
+        One row per model, scheme and width: `model`, `scheme`, `bits`, then the evaluation's
+        metrics, each the mean over layers: `snr_logits`, `snr_softmax` for standard heads,
+        `snr_branch_1`, `snr_branch_2`, `snr_difference`, `cancellation` for differential ones, and
+        `snr_hidden`; NaN where a model has none. Only widths with noise are listed.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for metric, line in _noise_lines(measured):

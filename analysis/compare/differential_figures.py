@@ -15,7 +15,7 @@ from quantdiff.analysis.style import DOUBLE, SINGLE, Page, legend_below, set_tit
 
 __all__ = ["draw_lambda", "lambda_page", "maps_page", "noise_page"]
 
-Axes: TypeAlias = Any  # of matplotlib, which has no types here
+Axes: TypeAlias = Any  # matplotlib's, which has no types here
 Colors: TypeAlias = Mapping[str, Any]
 
 _HEIGHT = 2.3  # inches
@@ -28,9 +28,9 @@ _NOISE = {
 
 
 def lambda_page(data: pd.DataFrame, colors: Colors) -> Page:
-    """λ by depth, a line a model; of `differential.lambdas`.
+    """λ by depth, one line per model, from `differential.lambdas`.
 
-    Where λ differs from token to token, the line is its mean and the band holds 90 % of it.
+    Where λ varies per token, the line is its mean and the band holds 90 % of its values.
     """
     with style():
         page = Page(SINGLE, _HEIGHT)
@@ -54,17 +54,17 @@ def draw_lambda(ax: Axes, data: pd.DataFrame, colors: Colors) -> None:
 
 
 def maps_page(data: pd.DataFrame, longest: int, bounds: pd.DataFrame, colors: Colors) -> Page:
-    """Sinks, negative mass and context RMS by depth, a line a model and attention module.
+    """Sinks, negative mass and context RMS by depth, one line per model and attention module.
 
     Args:
-        data: one row a model, layer and kind of map, of `outliers.curves(group, "maps")`.
+        data: one row per model, layer and kind of map, from `outliers.curves(group, "maps")`.
         longest: tokens of the longest sequence, n.
-        bounds: of `differential.maps`; the largest upper one is drawn where all are known.
+        bounds: from `differential.maps`; the largest `upper` is drawn where all are known.
         colors: of the models.
     """
     differential = bool((data["kind"] == "difference").any())
     upper = float(bounds["upper"].max(skipna=False))
-    modules: dict[tuple[str, str], None] = {}  # that stand beside others, with their markers
+    modules: dict[tuple[str, str], None] = {}  # of layers that hold several, with markers
     with style():
         page = Page(DOUBLE, _HEIGHT + 0.1)
         set_title(page, *_title(data, "attention maps by depth"))
@@ -90,7 +90,7 @@ def maps_page(data: pd.DataFrame, longest: int, bounds: pd.DataFrame, colors: Co
                     alpha=0.1, linewidth=0,
                 )  # fmt: skip
         norm.set_yscale("log")
-        # Names on either side of two lines that may lie close together.
+        # Labels on opposite sides of two lines that may lie close together.
         ends = [(longest**-0.5, "1/√n", "center")] * bool(bounds["lower"].gt(0).any())
         ends += [(1.0, "1", "top" if differential else "center")]
         most = (2**0.5, "√2", "bottom") if upper <= 2**0.5 else (upper, f"{upper:.3g}", "bottom")
@@ -119,10 +119,10 @@ def maps_page(data: pd.DataFrame, longest: int, bounds: pd.DataFrame, colors: Co
 
 
 def noise_page(data: pd.DataFrame, colors: Colors) -> Page:
-    """Signal to noise of the maps before and after the subtraction, and how much of it cancels.
+    """Signal to noise of the maps before and after the subtraction, and how much noise cancels.
 
     Args:
-        data: of `differential.noise`, one way of quantizing.
+        data: from `differential.noise`, one scheme.
         colors: of the models.
     """
     widths = sorted(data["bits"].unique(), reverse=True)

@@ -48,10 +48,10 @@ def differential_section(
         noises: evaluations of quantization noise.
         colors: of the models.
         keys: gives the parts' keys.
-        drawn: with figures.
+        drawn: whether to include figures.
 
     Returns:
-        None where there is nothing of it.
+        None where there is nothing to show.
     """
     parts: list[Part] = []
     for group in some:

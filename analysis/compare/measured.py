@@ -18,10 +18,10 @@ from quantdiff.quantization.remedy import remedy
 
 __all__ = ["Measured", "data_of", "measured_groups"]
 
-_SHOWN = ("tokens", "questions", "seq_len")  # settings that are told where they differ
-_OF_MODEL = ("generation",)  # settings in which models may differ, as in their weights
-_MADE_BY = ("dtype", "device", "attention")  # entries of a model, as `sweep` itself compares them
-# Entries of a model that tell what something was calibrated on -> what that is.
+_SHOWN = ("tokens", "questions", "seq_len")  # settings whose values are stated where they differ
+_OF_MODEL = ("generation",)  # settings that may differ between models, as weights do
+_MADE_BY = ("dtype", "device", "attention")  # a model's entries, which `sweep` itself compares too
+# Entries of a model that record the data of a calibration -> what was calibrated.
 _CALIBRATED = {"calibration": "Static ranges", "remedies": "Remedies"}
 
 
@@ -37,19 +37,19 @@ class _Evaluated:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What `sweep.json` says of the model."""
+        """The model's entry in `sweep.json`."""
         told: dict[str, Any] = self.run.results.record["models"][self.model]
         return told
 
     @property
     def data(self) -> dict[str, Any]:
-        """What it says of the evaluation: source, data, settings."""
+        """The evaluation's entry in it: source, data, settings."""
         told: dict[str, Any] = self.about["evaluations"][self.evaluation]
         return told
 
     @property
     def rows(self) -> list[Row]:
-        """Its lines."""
+        """The evaluation's rows."""
         return [
             row
             for row in self.run.results.rows
@@ -57,9 +57,9 @@ class _Evaluated:
         ]
 
     def calibrations(self, row: Row) -> dict[str, str | None]:
-        """What a line was calibrated by: entries of the model, and their fingerprints.
+        """The calibrations behind a row: entries of the model, and their fingerprints.
 
-        That of the remedies stands with the model alone, for all in a folder see one text.
+        That of the remedies is recorded only with the model, as all in a folder see one text.
         """
         options = row["options"]
         found: dict[str, str | None] = {}
@@ -82,10 +82,10 @@ class Measured:
 
     Attributes:
         evaluation: its name in the first sweep.
-        source: its name with the shortest end of its file's path that tells it from the others.
+        source: its name with the shortest end of its file's path that tells it apart from others.
         data: `source`, `data` (the fingerprint) and `settings`, as in `sweep.json`.
         dtype: of the models.
-        results: as of one sweep, whose models are all labels of the comparison.
+        results: as if from one sweep, whose models are all labels of the comparison.
         folders: label and cell that succeeded -> the folder that holds its items.
         labels: of the models that were measured.
         warnings: what a reader must know, one sentence each.
@@ -102,15 +102,15 @@ class Measured:
 
 
 def measured_groups(runs: Sequence[Run], names: Names) -> tuple[list[Measured], list[str]]:
-    """The evaluations among some runs, each on the same data, and what must not be compared.
+    """Merge the evaluations of some runs that share their data, and list what must not be compared.
 
     Args:
         runs: of all kinds.
         names: of their models.
 
     Returns:
-        The evaluations in the order of their first, and a sentence for each that is called like
-        another, but has other data, settings, dtype, device, attention or versions.
+        The evaluations in the order of their first runs, and a sentence for each that shares its
+        name with another, but not data, settings, dtype, device, attention or versions.
     """
     found = groups(_evaluated(runs, names), _facts)
     by_name: dict[str, list[Group[_Evaluated]]] = {}
@@ -159,7 +159,7 @@ def _evaluated(runs: Sequence[Run], names: Names) -> list[_Evaluated]:
         for model, about in run.results.record["models"].items()
         for evaluation, data in about["evaluations"].items()
     ]
-    # A file of the same name with the same content is one evaluation, wherever it lay.
+    # Files of the same name and content are one evaluation, wherever they were.
     first = {content: evaluation for _, _, evaluation, content in reversed(every)}
     labels = evaluation_labels(first.values())
     return [
@@ -189,7 +189,7 @@ def _facts(one: _Evaluated) -> Facts:
 
 
 def _merged(group: Group[_Evaluated], names: Names) -> Measured:
-    """One sweep of all; what was measured twice and differently is shown once, and told."""
+    """Merge into one sweep; what was measured twice, differently, is shown once, with a warning."""
     first = group.members[0]
     rows: list[Row] = []
     folders: dict[tuple[str, str], Path] = {}
@@ -200,7 +200,7 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
         label: {"evaluations": {}, "calibration": None} for label in names.labels
     }
     sentences: list[str] = []
-    # A failure is shown where nothing else is, once.
+    # A failure is shown once, and only where there is no result.
     seen = {
         (one.label, _way(row)) for one in group.members for row in one.rows if row["status"] == "ok"
     }
@@ -215,13 +215,13 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
                     failed += 1
                     rows.append(row | {"model": one.label, "eval": first.evaluation})
                 continue
-            # A cell's id tells the weights and not their name: a copy of them has the same.
+            # A cell's id depends on the weights, not on their name: a copy of them has the same id.
             cell = one.label, row["cell"]
             if cell in folders and folders[cell] != one.run.folder:
-                continue  # the very same, in another folder
+                continue  # the same cell, in another folder
             owner, first_cell = owners.get(place, (one.run, row["cell"]))
             if owner is one.run and first_cell != row["cell"]:
-                continue  # its file was named in another way
+                continue  # its file was named differently
             known = one.calibrations(row)
             if (
                 calibrations.setdefault((one.label, _way(row, bits=False)), known) != known
@@ -264,15 +264,15 @@ def _merged(group: Group[_Evaluated], names: Names) -> Measured:
 
 
 def _way(row: Row, *, bits: bool = True) -> str:
-    """All that tells a row's cell, or its line over bits, from the others of its model."""
+    """Everything that sets a row's cell, or its line over bits, apart from others of its model."""
     options = {name: value for name, value in row["options"].items() if name != "calibration"}
-    # Schemes together are told in the options.
+    # The options list the schemes of a combination.
     parts = [row["site"], row["range"], row["granularity"], options]
     return json.dumps([*parts, row["bits"]] if bits else parts, sort_keys=True)
 
 
 def _apart(texts: dict[str, dict[str, dict[str | None, None]]]) -> list[str]:
-    """What was calibrated on more than one text, by the models that it is of."""
+    """One sentence for each thing that was calibrated on more than one text, with the models."""
     sentences = []
     for entry, by_label in texts.items():
         if len({mark for marks in by_label.values() for mark in marks}) > 1:

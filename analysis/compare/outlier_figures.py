@@ -28,26 +28,26 @@ __all__ = [
     "told_apart",
 ]
 
-Axes: TypeAlias = Any  # of matplotlib, which has no types here
+Axes: TypeAlias = Any  # matplotlib's, which has no types here
 Colors: TypeAlias = Mapping[str, Any]
 
-_HEIGHT = 2.3  # inches of a row of panels
-_CELL = 0.08  # inches, that a layer takes at least in a heat map
+_HEIGHT = 2.3  # inches per row of panels
+_CELL = 0.08  # inches per layer of a heat map, at least
 _MARGIN = 0.55  # inches beside a heat map
 _BAR = 0.65  # inches of the colour bar
 _TALLEST = 9.0  # inches of a page
 _DECADES = 2  # a wider range than this needs a logarithmic axis
 _LEFT_OUT = 0.1  # per cent of the smallest magnitudes, whose long tail says nothing about outliers
 _NOTHING = 1e-30  # a share that is drawn below every axis
-_NAME = 40  # letters of a name in a legend
-_LETTERS = 14  # to an inch
+_NAME = 40  # characters of a name in a legend
+_LETTERS = 14  # characters per inch
 
 
 def lines_page(group: Group[Recorded], kind: str, colors: Colors) -> Page:
-    """A panel an activation, a line a model and branch.
+    """One panel per activation, one line per model and branch.
 
     Args:
-        group: profiles, of which at least one has what is drawn.
+        group: profiles, at least one of which has what is drawn.
         kind: `layers`, the largest magnitude of each layer, or `magnitudes`, their distribution.
         colors: of the models.
     """
@@ -67,7 +67,7 @@ def lines_page(group: Group[Recorded], kind: str, colors: Colors) -> Page:
 def draw_panel(
     ax: Axes, group: Group[Recorded], kind: str, activation: str, colors: Colors
 ) -> Axes:
-    """One panel of `lines_page` in axes that are there, with a legend of its own."""
+    """Draw one panel of `lines_page` into existing axes, with its own legend."""
     data = curves(group, kind)
     with style():
         PANELS[kind](ax, group, data, activation, colors)
@@ -81,7 +81,7 @@ def draw_panel(
 def heads_page(group: Group[Recorded], colors: Colors) -> Page:
     """The largest attention logit of each layer and head, on one scale.
 
-    A panel a model, or each of its attention modules where a layer holds several.
+    One panel per model, or per attention module where a layer holds several.
     """
     data = curves(group, "heads")
     several = data["model"].nunique() > 1
@@ -121,18 +121,18 @@ def heads_page(group: Group[Recorded], colors: Colors) -> Page:
 
 
 def model_entries(data: pd.DataFrame, colors: Colors) -> list[tuple[str, Any]]:
-    """What a legend says of the models, in their order."""
+    """Legend entries of the models, in their order."""
     short = shorten_apart(dict.fromkeys(data["model"]), _NAME)
     return [(name, Line2D([], [], color=colors[model])) for model, name in short.items()]
 
 
 def told_apart(entries: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """No legend where there is one line, which the figure's title names."""
+    """No entries for a single line, which the figure's title names."""
     return entries if len(entries) > 1 else []
 
 
 def branch_entries(data: pd.DataFrame) -> list[tuple[str, Any]]:
-    """What a legend says of branches, whose lines have their model's colour."""
+    """Legend entries of the branches, whose lines have their model's colour."""
     return [
         (f"branch {branch}", Line2D([], [], color="0.4", **_line(branch)))
         for branch in sorted(data["branch"].dropna().unique())
@@ -191,7 +191,7 @@ def _magnitudes(
     data = data[data["high"] > 0]
     for model, branch, line in _curves(data, activation):
         edges = np.append(line["low"], line["high"].iloc[-1])
-        # An empty bin lies far below the axis, so that a lone one beside it is drawn to the ground.
+        # An empty bin lies far below the axis, so that a lone bin beside it reaches the axis.
         shares = line["share_per_octave"].replace(0, _NOTHING).to_numpy(float)
         second = not pd.isna(branch) and branch == 2
         ax.stairs(

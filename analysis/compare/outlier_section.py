@@ -31,13 +31,13 @@ _PLACES = {
 def outlier_section(
     some: Sequence[Group[Recorded]], colors: Colors, keys: Keys, *, drawn: bool
 ) -> Section:
-    """Outlier tables, figures and places of profiles, a group after another.
+    """Outlier tables, figures and places of profiles, group by group.
 
     Args:
         some: groups of profiles that can be compared.
         colors: of the models.
         keys: gives the parts' keys.
-        drawn: with figures.
+        drawn: whether to include figures.
     """
     parts: list[Part] = []
     if not some:
@@ -105,7 +105,7 @@ def _figures(group: Group[Recorded], colors: Colors, keys: Keys) -> list[Figure]
 
 
 def _peaks(data: pd.DataFrame) -> str:
-    """Where each model's largest attention logit stands, in words."""
+    """Where each model's largest attention logit is, in words."""
     data = data.dropna(subset="absmax")
     if "activation" in data:
         data = data[data["activation"] == "attention_logits"]

@@ -47,8 +47,8 @@ def outliers(group: Group[Recorded]) -> pd.DataFrame:
     """The largest magnitudes and medians in the layout of the paper's Table 5.
 
     Returns:
-        One row an activation and model: `model`, `activation`, `top1` … `top100`, `median`, and
-        `top1_ratio` and `median_ratio`, over those of the first model; NaN where a number is not
+        One row per activation and model: `model`, `activation`, `top1` … `top100`, `median`, and
+        `top1_ratio` and `median_ratio`, relative to the first model; NaN where a number is not
         known.
     """
     rows = []
@@ -78,7 +78,7 @@ def _ratio(value: float, first: float) -> float:
 
 
 def curves(group: Group[Recorded], kind: str) -> pd.DataFrame:
-    """What `quantdiff.analysis.figure_data` gives of each model, with its name as `model`.
+    """The rows of `quantdiff.analysis.figure_data` for each model, with its name as `model`.
 
     Args:
         group: profiles; those that lack what the figure shows are left out.
@@ -98,14 +98,14 @@ def curves(group: Group[Recorded], kind: str) -> pd.DataFrame:
 
 
 def places(group: Group[Recorded]) -> pd.DataFrame:
-    """Where the largest magnitudes sit: a few channels and tokens where they are massive ones.
+    """Where the largest magnitudes sit: massive activations are in a few channels and tokens.
 
     Returns:
-        One row a model, activation and kind of place: `kept`, how many of the largest magnitudes
-        are known (100 as a rule); `distinct`, in how many such places they lie; `share`, the share
-        of them that the fullest place holds; `most`, the fullest places with their counts, ties in
-        order of the magnitudes. Layers, heads, channels and places in a sequence count from 0; a
-        token is a place of one sequence.
+        One row per model, activation and kind of place: `kept`, how many of the largest magnitudes
+        are known (usually 100); `distinct`, the number of such places they lie in; `share`, the
+        share of them in the fullest place; `most`, the fullest places with their counts, ties in
+        order of the magnitudes. Layers, heads, channels and positions in a sequence count from 0; a
+        token is a position in one sequence.
     """
     rows = []
     for recorded in group.members:

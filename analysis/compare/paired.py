@@ -1,4 +1,4 @@
-"""Intervals of paired differences: the same questions or windows, taken together."""
+"""Intervals of paired differences, over the same questions or windows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ __all__ = ["DECISIVE", "FEW", "LEVEL", "RESAMPLES", "SEED", "Units", "intervals"
 
 RESAMPLES, SEED, LEVEL = 10_000, 0, 95  # per cent
 
-# Below this many units resamples vary less than samples do: percentile intervals at 95 % hold the
-# truth 80 % of the time for 4 units and 92 % for 16.
+# Below this many units resamples vary less than samples do: percentile intervals at 95 % contain
+# the true value 80 % of the time for 4 units and 92 % for 16.
 FEW = 30
 
-# Below this many units no interval tells a difference from 0, whatever the law of the differences:
-# all of five units differ to one side by chance with a probability of 2 · 2⁻⁵, above 5 %.
+# Below this many units no interval can separate a difference from 0, whatever its distribution:
+# five units all differ in one direction by chance with a probability of 2 · 2⁻⁵, above 5 %.
 DECISIVE = 6
 
-# Student's t beyond which 2.5 % lie, for 1, 2, … degrees of freedom: `LEVEL` to both sides.
+# Student's t beyond which 2.5 % lie, for 1, 2, … degrees of freedom: `LEVEL`, two-sided.
 _STUDENT = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
     2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
@@ -31,18 +31,18 @@ _STUDENT = (
 _BLOCK = 1 << 22  # units drawn at a time
 _CLOSE = 1e-9
 
-# Metric -> its items, where they have another name.
+# Metric -> its items, where their name differs.
 _ITEMS = {"acc": "correct", "acc_norm": "correct_norm"}
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """What a metric was measured on, unit by unit: it is Σ sums / Σ weights.
+    """What a metric was measured on, unit by unit: its value is Σ sums / Σ weights.
 
     Attributes:
         kind: `windows`, `questions` or `texts`, which are drawn independently of each other.
         sums: (n,) fp64.
-        weights: (n,) fp64: tokens of a window, 1 of a question.
+        weights: (n,) fp64: tokens of a window, 1 for a question, questions about a text.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def units_of(items: Mapping[str, NDArray[Any]], metric: str, value: float) -> Un
         value: its value there.
 
     Returns:
-        None where the metric is no mean of its items, as a perplexity or a spread is none.
+        None where the metric is not a mean of its items, such as a perplexity or a spread.
     """
     array = items.get(_ITEMS.get(metric, metric), items.get(metric))
     if array is None or not array.ndim or not len(array):
@@ -69,7 +69,7 @@ def units_of(items: Mapping[str, NDArray[Any]], metric: str, value: float) -> Un
     kind = "questions"
     if "tokens" in items:
         kind, weights = "windows", items["tokens"].astype(np.float64)
-    elif "text" in items:  # questions about one text, at whatever depth, are no independent draws
+    elif "text" in items:  # questions about one text, at any depth, are not independent
         kind = "texts"
         text = items["text"].astype(np.int64)
         sums, weights = np.bincount(text, sums), np.bincount(text, weights).astype(np.float64)
@@ -87,9 +87,9 @@ def intervals(
     Below `FEW` units they are Student's t with n − 1 degrees of freedom: m ± t · the standard error
     of a ratio, which is that of the residuals dᵢ − m·wᵢ (`estimates.ratio`).
 
-    From there on they are percentile bootstrap intervals: units are drawn with replacement,
-    `resamples` times n of them, with the seed `SEED`; all columns see the same draws (Efron and
-    Tibshirani, An Introduction to the Bootstrap, chapter 13).
+    From there on they are percentile bootstrap intervals: n units are drawn with replacement,
+    `resamples` times, with the seed `SEED`; all columns share the draws (Efron and Tibshirani, An
+    Introduction to the Bootstrap, chapter 13).
 
     Args:
         differences: (n, k), of the sums of k pairs of results.
@@ -97,7 +97,7 @@ def intervals(
         resamples: how often n units are drawn.
 
     Returns:
-        Ends of the intervals, (2, k); NaN for a single unit, which tells of no spread.
+        Ends of the intervals, (2, k); NaN for a single unit, whose spread is unknown.
     """
     n, pairs = differences.shape
     if n < 2:

@@ -1,4 +1,4 @@
-"""What the sections of a comparison share: keys that are unique, and how values are written."""
+"""What the sections of a comparison share: unique keys, and how values are written."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Keys:
-    """Names of files, each given once."""
+    """File names, each issued once."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def __call__(self, *parts: object) -> str:
-        """A key of lower-case letters, digits and hyphens, numbered if it was given before."""
+        """A key of lower-case letters, digits and hyphens, numbered if it was issued before."""
         key = re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, parts)).lower()).strip("-")[:60]
         key, number_ = key.strip("-"), 1
         result = key
@@ -39,7 +39,7 @@ def words(name: str) -> str:
 
 
 def _signed(value: float) -> str:
-    """A difference with three digits."""
+    """A difference with three significant digits."""
     return "0" if value == 0 else f"{value:+#.3g}".rstrip(".")
 
 
@@ -55,14 +55,14 @@ def warned(sentences: Iterable[str]) -> list[Warned]:
 
 
 def constant(frame: pd.DataFrame, column: str) -> tuple[pd.DataFrame, Any]:
-    """A frame without a column that holds one value alone, and that value; else as it is, None."""
+    """Drop a column that holds a single value, and return that value; else the frame and None."""
     if len(frame) and frame[column].nunique(dropna=False) == 1:
         return frame.drop(columns=column), frame[column].iloc[0]
     return frame, None
 
 
 def numbered(groups: Sequence[T], frame: Callable[[T], pd.DataFrame]) -> pd.DataFrame:
-    """The frames of all groups, with the group's number in front as `group`, from 1."""
+    """The frames of all groups, with the group's number, from 1, as first column `group`."""
     found = []
     for place, group in enumerate(groups, start=1):
         made = frame(group)
@@ -72,7 +72,7 @@ def numbered(groups: Sequence[T], frame: Callable[[T], pd.DataFrame]) -> pd.Data
 
 
 def together(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Frames one beneath the other, but for those without rows."""
+    """Concatenate frames, leaving out those without rows."""
     some = [frame for frame in frames if len(frame)]
     return pd.concat(some, ignore_index=True) if some else pd.DataFrame()
 
@@ -135,11 +135,11 @@ def table(
     heads: Mapping[str, str] | None = None,
     published: bool = False,
 ) -> Table:
-    """A table whose columns are written and headed as everywhere in a comparison.
+    """A table with the formats and headings used throughout a comparison.
 
     Args:
         key, title, frame, caption, published: of the table.
-        shown, heads: of this table alone.
+        shown, heads: for this table only.
     """
     forms, names = dict(_FORMS), dict(_HEADS)
     for name in map(str, frame.columns):

@@ -19,7 +19,7 @@ from quantdiff.errors import UsageError
 
 __all__ = ["KINDS", "MEASURED", "plot_measured", "plot_recorded"]
 
-Axes: TypeAlias = Any  # of matplotlib, which has no types here
+Axes: TypeAlias = Any  # matplotlib's, which has no types here
 Colors: TypeAlias = Mapping[str, Any]
 
 MEASURED = ("bits", "differences")
@@ -34,7 +34,7 @@ def plot_recorded(
     """Draw a figure of profiles; see `Comparison.plot`.
 
     Raises:
-        UsageError: the profiles do not hold what is to be drawn, or `ax` for several panels.
+        UsageError: the profiles lack what is to be drawn, or `ax` is given for several panels.
     """
     _check_axes(kind, ax)
     if kind == "lambda":
@@ -75,7 +75,7 @@ def plot_measured(
     """Draw a figure of sweeps; see `Comparison.plot`.
 
     Raises:
-        UsageError: an evaluation that there is not, nothing to draw, or `ax` for several panels.
+        UsageError: an unknown evaluation, nothing to draw, or `ax` for several panels.
     """
     _check_axes(kind, ax)
     known = {one.source: (one, found) for one, found in reversed(some)}

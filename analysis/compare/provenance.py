@@ -30,14 +30,14 @@ Row = dict[str, Any]
 
 
 def provenance(runs: Sequence[Run], names: Names) -> pd.DataFrame:
-    """One row a run and model, of a sweep one a model and evaluation.
+    """One row per run and model; for a sweep, one per model and evaluation.
 
     Returns:
-        `model`, `name` (as it stands in the run), `kind`, `folder`, `what` (evaluation, format or
+        `model`, `name` (as recorded in the run), `kind`, `folder`, `what` (evaluation, format or
         level of detail), `dtype`, `device`, `attention`, `data`, `fingerprint`, `tokens`,
         `sequence_length`, `state` (`whole` or what is missing), `scheme`, `calibrated_on` (what
         static ranges and remedies saw, in words), `versions` and `command`; missing where a run
-        does not say.
+        does not record it.
     """
     rows = []
     for run in runs:
@@ -52,8 +52,8 @@ def definitions(runs: Sequence[Run], names: Names) -> pd.DataFrame:
     """What was counted, in the words of the runs.
 
     Returns:
-        One row a measure and definition: `measure`, `definition`, and `models`, those of the runs
-        that say so.
+        One row per measure and definition: `measure`, `definition`, and `models`, those of the
+        runs that use it.
     """
     found: dict[tuple[str, str], dict[str, None]] = {}
     for run in runs:
@@ -158,7 +158,7 @@ def _state(run: SweepRun, mine: list[Row]) -> str:
 
 
 def _schemes(run: SweepRun, model: str, evaluation: str) -> list[str]:
-    """Ways of quantizing with their widths, in order."""
+    """Schemes with their widths, in order."""
     found: dict[str, dict[int, None]] = {}
     for measure in measures(run.results):
         if measure.evaluation != evaluation:
@@ -192,7 +192,7 @@ def _calibrated_on(about: Mapping[str, Any], mine: list[Row]) -> str | None:
 
 
 def _text(data: Mapping[str, Any]) -> str:
-    """What a calibration saw, in words."""
+    """The data of a calibration, in words."""
     source = literal(data.get("source") or "a batch")
     tokens = f"{data['tokens']:,} tokens of " if "tokens" in data else ""
     return f"{tokens}{source} ({fingerprint(data.get('fingerprint'))})"

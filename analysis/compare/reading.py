@@ -26,7 +26,7 @@ __all__ = ["Found", "Source", "find_runs", "markers"]
 
 Source: TypeAlias = str | Path | Profile | SweepResults | CalibrationTable
 
-# Entries of a line of results.jsonl that are looked at.
+# Entries of a line of results.jsonl that are read.
 _ENTRIES = {
     "cell", "model", "scheme", "site", "bits", "range", "granularity", "options", "eval", "data",
     "status",
@@ -40,7 +40,7 @@ class Found:
     """The runs that were found.
 
     Attributes:
-        runs: in the order in which they were asked for.
+        runs: in the order in which they were given.
         warnings: what could not be read, one sentence each.
     """
 
@@ -49,13 +49,13 @@ class Found:
 
 
 def find_runs(sources: Sequence[Source]) -> Found:
-    """Read everything that is there.
+    """Read all runs that are there.
 
-    A folder may hold several runs; where it holds none, its folders are read, and theirs where
-    one holds none. What cannot be read is told in `warnings`, and the rest goes on.
+    A folder may hold several runs; where it holds none, its subfolders are read, and theirs where
+    one holds none. What cannot be read is reported in `warnings`, and the rest is read.
 
     Args:
-        sources: folders, or results that are in memory; each is read once.
+        sources: folders, or results in memory; each is read once.
 
     Raises:
         UsageError: there is nothing that can be read.
@@ -100,12 +100,12 @@ def _in_memory(source: Any) -> Run:
 
 
 def markers(folder: Path) -> list[str]:
-    """The files of a folder that tell of a run."""
+    """The files of a folder that mark a run."""
     return [name for name in _READERS if (folder / name).is_file()]
 
 
 def _below(folder: Path) -> list[Path]:
-    """The runs one level down, and two where the folder between is none; none that is hidden.
+    """The runs one level down, or two where the folder between is not a run; no hidden folders.
 
     Those are being written, or were left behind by a process that was killed.
     """
@@ -135,7 +135,7 @@ def _read(folder: Path, found: Found) -> None:
             found.runs += _READERS[name](folder)
         except UsageError as error:
             found.warnings.append(f"Left out: {literal(error)}.")
-        except _CAUSES as error:  # an entry that is missing or of another kind
+        except _CAUSES as error:  # an entry that is missing or of another type
             told = f"{type(error).__name__}: {error}"
             found.warnings.append(
                 f"Left out: {literal(folder / name)} is broken ({literal(told)})."
@@ -187,7 +187,7 @@ def _checkpoint(folder: Path) -> Iterator[Run]:
     yield CheckpointRun(folder, content, status)
 
 
-# The file that tells of a run -> what reads it.
+# The file that marks a run -> its reader.
 _READERS: dict[str, Callable[[Path], Iterator[Run]]] = {
     "profile.json": _profile,
     "sweep.json": _sweep,

@@ -1,4 +1,4 @@
-"""Profiles side by side: which of them can be compared, and what a caption says of them."""
+"""Profiles side by side: which of them can be compared, and what captions say about them."""
 
 import re
 from collections.abc import Hashable
@@ -15,16 +15,16 @@ __all__ = ["Recorded", "about", "fingerprint", "recorded_groups", "warnings_of"]
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A profile with the name that its model goes by."""
+    """A profile and the label of its model."""
 
     label: str
     profile: Profile
 
 
 def recorded_groups(runs: list[Run], names: Names) -> list[Group[Recorded]]:
-    """The profiles among some runs, those together that measured the same on the same data."""
+    """Group the profiles of some runs that measured the same on the same data."""
     found = [Recorded(names.of(run), run.profile) for run in runs if isinstance(run, ProfileRun)]
-    layers: dict[Hashable, int] = {}  # architecture -> of its profile with most of them
+    layers: dict[Hashable, int] = {}  # architecture -> the most in any of its profiles
     for recorded in found:
         known = layers.get(_architecture(recorded), 0)
         layers[_architecture(recorded)] = max(known, len(_layers(recorded)))
@@ -44,8 +44,8 @@ def _layers(recorded: Recorded) -> list[str]:
 def _coverage(recorded: Recorded, most: int) -> Fact:
     """The layers, where they are known not to be all of them.
 
-    A profile does not say how many its model has: another profile of the same architecture does,
-    or the layers' own numbers.
+    A profile does not state how many its model has: another profile of the same architecture may
+    show it, or the layers' own numbers.
     """
     names = _layers(recorded)
     numbers = [re.search(r"\.(\d+)$", name) for name in names]
@@ -75,13 +75,13 @@ def _facts(recorded: Recorded, layers: int) -> Facts:
 
 
 def _definition(profile: Profile, kind: str) -> str | None:
-    """What was counted, without what was measured of channels too, which is not compared here."""
+    """What was counted, without measures of channels, which are not compared here."""
     told = profile.definition.get(kind)
     return DEFINITIONS[kind] if told == SITE_DEFINITIONS.get(kind) else told
 
 
 def fingerprint(mark: str | None) -> str:
-    """A fingerprint as people see it, twelve digits of it."""
+    """A fingerprint as shown to people: its first twelve digits."""
     return "without a fingerprint" if mark is None else mark[:12]
 
 

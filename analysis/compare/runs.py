@@ -1,4 +1,4 @@
-"""The runs of a comparison, and what their models are called and how they are coloured."""
+"""The runs of a comparison, and the names and colours of their models."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +48,7 @@ class CheckpointRun:
     """An exported checkpoint.
 
     Attributes:
-        folder: where it lies.
+        folder: its location.
         content: of `quantdiff.json`.
         verification: `passed`, or in words why not.
     """
@@ -77,7 +77,7 @@ KINDS: dict[type, str] = {
 
 
 def models_of(run: Run) -> list[str]:
-    """Names of a run's models, as they stand in it."""
+    """Names of a run's models, as recorded in it."""
     if isinstance(run, SweepRun):
         return run.results.models
     if isinstance(run, CheckpointRun):
@@ -87,34 +87,34 @@ def models_of(run: Run) -> list[str]:
 
 
 def place_of(run: Run) -> str:
-    """Where a run lies, on one line."""
+    """Where a run is, on one line."""
     return "in memory" if run.folder is None else literal(run.folder)
 
 
 def told_runs(runs: Sequence[Run]) -> str:
-    """How many runs of which kind there are, in words."""
+    """The number of runs of each kind, in words."""
     counts = Counter(KINDS[type(run)] for run in runs)
     return ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
 
 
 class Names:
-    """What models are called in all tables and figures: short, on one line, and told apart.
+    """The models' names in all tables and figures: short, on one line, and distinct.
 
-    A name that stands in two profiles, or in two sweeps for other weights, is followed by the
-    run's folder: these are two models until somebody shows that they are one.
+    A name that occurs in two profiles, or in two sweeps with different weights, is followed by the
+    run's folder: these count as two models until somebody shows that they are one.
 
     Attributes:
         labels: of all models, in order.
         colors: by label.
         as_written: label -> the model's name in its runs.
-        warnings: of models whose runs do not describe one model, one sentence each.
+        warnings: on models whose runs do not describe the same model, one sentence each.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._short = _short(dict.fromkeys(name for run in runs for name in models_of(run)))
         self._labels: dict[tuple[int, str], str] = {}
         mentions = list(_mentions(runs))
-        # Of each kind of run, how many models go by one name.
+        # For each kind of run, how many models share a name.
         several = Counter((kind, name) for kind, name, _ in {mention[:3] for mention in mentions})
         known: dict[tuple[str, str, Any], str] = {}
         owners: dict[str, tuple[str, str]] = {}
@@ -130,7 +130,7 @@ class Names:
         self.colors = model_colors(self.labels)
 
     def of(self, run: Run, model: str | None = None) -> str:
-        """What a model of a run is called; without `model` the run's only one."""
+        """The label of a model of a run; without `model`, of the run's only one."""
         name = models_of(run)[0] if model is None else model
         return self._labels.get((id(run), name)) or literal(self._short[name])
 
@@ -157,13 +157,13 @@ def _unlike(runs: Sequence[Run], names: Names) -> list[str]:
 
 
 def _short(names: Iterable[str]) -> dict[str, str]:
-    """Names without their folders; a name with letters that folders do not have stays whole."""
+    """Names without their folders; a name with characters that paths do not have stays whole."""
     paths = [name for name in names if not set(name) & _NO_PATH]
     return {name: name for name in names} | model_labels(paths)
 
 
 def _mentions(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any, Run]]:
-    """Kind of run, model, what tells it from others of the name, and the run."""
+    """Kind of run, model, what sets it apart from others of that name, and the run."""
     for run in runs:
         for name in models_of(run):
             if isinstance(run, ProfileRun):
@@ -173,7 +173,7 @@ def _mentions(runs: Sequence[Run]) -> Iterator[tuple[str, str, Any, Run]]:
 
 
 def _told(run: Run, runs: Sequence[Run]) -> str:
-    """A run among others: its folder without what lies above, where that tells it apart."""
+    """A run among others: its folder's own name where that is unique, else the whole path."""
     if run.folder is None:
         return f"run {list(runs).index(run) + 1}"
     ends = [other.folder.name for other in runs if other.folder is not None]

@@ -1,4 +1,4 @@
-"""Checkpoints and calibrations as tables, those together that were measured on the same data."""
+"""Checkpoints and calibrations as tables, grouped by the data that they were measured on."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["calibration_groups", "calibrations", "checkpoint_groups", "checkpoin
 
 
 def checkpoint_groups(runs: Sequence[Run]) -> list[Group[CheckpointRun]]:
-    """The checkpoints among some runs, those together whose loss was measured on the same data."""
+    """Group the checkpoints of some runs by the data that their loss was measured on."""
     return groups([run for run in runs if isinstance(run, CheckpointRun)], _measured_on)
 
 
@@ -32,10 +32,11 @@ def checkpoints(group: Group[CheckpointRun], names: Names) -> pd.DataFrame:
     """Size and loss of exported checkpoints.
 
     Returns:
-        One row a checkpoint: `model` (the source), `folder`, `format`, `schemes` (what is quantized
-        beside the weights), `megabytes` (10⁶ bytes of the model's safetensors files),
-        `bits_per_weight`, `perplexity`, `source_perplexity`, `kl` (nats a token, from the source),
-        `agreement` (share of top-1 tokens) and `verification`; NaN where nothing was measured.
+        One row per checkpoint: `model` (the source), `folder`, `format`, `schemes` (what is
+        quantized besides the weights), `megabytes` (10⁶ bytes of the model's safetensors files),
+        `bits_per_weight`, `perplexity`, `source_perplexity`, `kl` (nats per token, from the
+        source), `agreement` (share of top-1 tokens) and `verification`; NaN where nothing was
+        measured.
     """
     rows = []
     for run in group.members:
@@ -59,7 +60,7 @@ def checkpoints(group: Group[CheckpointRun], names: Names) -> pd.DataFrame:
 
 
 def calibration_groups(runs: Sequence[Run]) -> list[Group[CalibrationRun]]:
-    """The calibrations among some runs, those together that saw the same data."""
+    """Group the calibrations of some runs by the data that they saw."""
     return groups([run for run in runs if isinstance(run, CalibrationRun)], _calibrated_on)
 
 
@@ -81,7 +82,7 @@ def calibrations(group: Group[CalibrationRun], names: Names) -> pd.DataFrame:
     """How far each observer's symmetric range of a layer reaches, and whether it has settled.
 
     Returns:
-        One row a calibration and observer: `model`, `folder`, `observer`, `largest` and `median`
+        One row per calibration and observer: `model`, `folder`, `observer`, `largest` and `median`
         range over the layers, `moved_median` and `moved_largest`, its relative movement
         over the last part of the data; NaN where that is not known.
     """

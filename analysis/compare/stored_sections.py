@@ -25,11 +25,11 @@ _CALIBRATIONS = (
     "and median over layers. Moved: its relative change over the last part of the data"
 )
 
-_OF_SWEEPS = ("device", "attention", "calibrated_on")  # columns that other runs alone leave empty
+_OF_SWEEPS = ("device", "attention", "calibrated_on")  # columns that some kinds of run leave empty
 
 
 def checkpoint_section(some: Sequence[Group[CheckpointRun]], names: Names, keys: Keys) -> Section:
-    """Exported checkpoints, a table for each text that the loss was measured on."""
+    """Exported checkpoints, one table per text that the loss was measured on."""
     parts: list[Part] = []
     parts += warned(apart("Losses", some, names.of))
     for group in some:

@@ -1,4 +1,4 @@
-"""Evaluations of a model, quantized or not: one file an evaluation, one line in the registry."""
+"""Evaluations of a model, quantized or not: one module and one registry line per evaluation."""
 
 import importlib
 from typing import Any
@@ -18,8 +18,8 @@ __all__ = [
 ]
 
 # Name -> module with `build(name, argument, model, tokenizer, text) -> Evaluation`, which raises
-# UsageError. `argument` is what stands behind the colon, "" if there is none. Its `COSTS` tell of
-# which metrics more is worse, 1, or better, -1.
+# UsageError. `argument` is what follows the colon, "" if there is none. The module's `COSTS` maps
+# metrics to 1 where more is worse and -1 where more is better.
 EVALUATIONS = {
     "perplexity": "perplexity",
     "divergence": "divergence",
@@ -36,14 +36,14 @@ def evaluation(name: str, model: Any, tokenizer: Any, text: Text | None = None) 
 
     Args:
         name: `perplexity`, `divergence`, `choice:FILE[@N]`, `lm-eval:TASK[@N]`,
-            `needles[:N,R[@LENGTHS]]`, `order:FILE[@N]`, `noise`; the class in each one's module
-            says more.
+            `needles[:N,R[@LENGTHS]]`, `order:FILE[@N]`, `noise`; described by the class in each
+            one's module.
         model: a causal language model.
         tokenizer: its tokenizer.
         text: for the evaluations that run on text.
 
     Raises:
-        UsageError: an evaluation that is not known, or data that do not fit the model.
+        UsageError: the evaluation is unknown, or its data do not fit the model.
     """
     kind, _, argument = name.partition(":")
     if kind not in EVALUATIONS:
@@ -53,11 +53,11 @@ def evaluation(name: str, model: Any, tokenizer: Any, text: Text | None = None) 
 
 
 def cost_sign(name: str, metric: str) -> int | None:
-    """Whether more of a metric is worse, 1, or better, -1; None where that is not known.
+    """1 if more of a metric is worse, -1 if more is better, None if that is not known.
 
     Args:
-        name: of the evaluation, also one that this version does not know.
-        metric: as in `results.jsonl`: lm-eval's may have a task before it and a filter behind.
+        name: of the evaluation; may be one that this version does not know.
+        metric: as in `results.jsonl`; lm-eval's may have a task in front and a filter at the end.
     """
     kind = name.partition(":")[0]
     costs: dict[str, int] = _module(kind).COSTS if kind in EVALUATIONS else {}

@@ -1,4 +1,4 @@
-"""What every evaluation is: a question about a model that is answered with numbers."""
+"""The common interface of evaluations: questions about a model, answered with numbers."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 __all__ = ["CUT", "Evaluation", "Metric", "Outcome", "Stopped", "Text", "quiet", "unstopped"]
 
-# A metric: the share of requests that were too long; without items, and where some were alone.
+# A metric: the share of requests that were too long. It has no items; absent if none were.
 CUT = "cut"
 
 
@@ -21,8 +21,8 @@ class Metric:
     Attributes:
         name: for example `perplexity`.
         value: finite.
-        stderr: standard error over the `count` things, where it is known.
-        count: how many tokens, questions or windows the value stands for.
+        stderr: standard error of the value; None where it is not known.
+        count: how many tokens, questions, requests or layers the value stands for.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Outcome:
 
     Attributes:
         metrics: in the order in which they are shown; the first is the evaluation's main one.
-        items: results of each question or window, so that models can be compared pairwise: arrays
-            whose first dimension is that of the questions, in their order in the data.
+        items: results per question, window or layer, so that models can be compared pairwise:
+            arrays with these as the first dimension, in their order in the data or the model.
     """
 
     metrics: tuple[Metric, ...]
@@ -47,12 +47,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Text:
-    """The text that evaluations run on which bring none of their own.
+    """The text for evaluations that bring none of their own.
 
     Attributes:
         source: a `--data` value.
-        tokens: at most so many tokens.
-        seq_len: tokens a window; None for 2,048 or the model's context, whichever is less.
+        tokens: the largest number of tokens to use.
+        seq_len: tokens per window; None for 2,048 or the model's context, whichever is less.
     """
 
     source: str = "corpus"
@@ -61,11 +61,11 @@ class Text:
 
 
 class Stopped(Exception):  # noqa: N818  (no error: the user asked for it)
-    """An evaluation was asked to stop before it was done; it has no outcome."""
+    """An evaluation was asked to stop before it was complete; it has no outcome."""
 
 
 def quiet(done: int) -> None:
-    """A progress function that tells nobody."""
+    """A progress function that reports nothing."""
 
 
 def unstopped() -> bool:
@@ -78,9 +78,9 @@ class Evaluation(Protocol):
 
     Attributes:
         name: as the user wrote it, for example `choice:questions.jsonl`.
-        data: fingerprint of the data, SHA-256 as hex; of text that of its windows.
-        settings: all else that the result depends on, JSON values: definitions, numbers, versions
-            of the format.
+        data: fingerprint of the data, SHA-256 as hex; for text, that of its windows.
+        settings: everything else that the result depends on, as JSON values: definitions, numbers,
+            versions of the format.
         total: units of progress of one run.
         unit: what they are: `tokens`, `questions`.
     """
@@ -99,16 +99,16 @@ class Evaluation(Protocol):
         progress: Callable[[int], None] = quiet,
         stop: Callable[[], bool] = unstopped,
     ) -> None:
-        """Run the model as it is, once, where results are compared with that; else do nothing.
+        """Run the model as it is, once, if results are compared with that; otherwise do nothing.
 
         Args:
-            folder: exists, for what is too large for memory.
-            batch_size: sequences in one forward pass; moves results by rounding alone.
-            progress: told the units done since the last call.
-            stop: asked now and then.
+            folder: an existing folder, for what is too large for memory.
+            batch_size: sequences in one forward pass; affects results only by rounding.
+            progress: called with the units done since the last call.
+            stop: called now and then; True stops the evaluation.
 
         Raises:
-            Stopped: `stop` said so.
+            Stopped: `stop` returned True.
         """
         return
 
@@ -123,10 +123,10 @@ class Evaluation(Protocol):
         """Evaluate the model as it computes within `context`.
 
         Args:
-            context: gives a context, such as that of `quantdiff.fake_quantize`; entered once.
+            context: returns a context manager, such as `quantdiff.fake_quantize`'s; entered once.
             batch_size, progress, stop: as in `prepare`.
 
         Raises:
-            Stopped: `stop` said so.
+            Stopped: `stop` returned True.
             QuantizationError: a value is not finite.
         """

@@ -24,7 +24,7 @@ class Choice(Evaluation):
     """`choice:FILE`, or `choice:FILE@N` for its first N questions; see `read_questions`.
 
     Metrics: `acc`, the share of questions whose right choice has the largest summed
-    log-likelihood; `acc_norm`, the largest log-likelihood per character of the choice. Standard
+    log-likelihood; `acc_norm`, the same by log-likelihood per character of the choice. Standard
     errors are lm-eval's, sample standard deviation over √n.
 
     Items, for Q questions of at most C choices: `log_likelihoods` (Q, C) fp64, NaN where there is
@@ -80,7 +80,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> C
     """Make `choice:FILE` for a model.
 
     Raises:
-        UsageError: a file or a question that cannot be used; names the line.
+        UsageError: the file or one of its questions cannot be used; names the line.
     """
     questions = read_questions(argument)
     return Choice(

@@ -34,7 +34,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """Kullback-Leibler divergence of softmax(logits) from softmax(reference), row by row.
 
-    In fp64: it is some 1e-5 nats at 8 bits, and a log-softmax in fp32 may be wrong by 1e-6.
+    Computed in fp64: it is about 1e-5 nats at 8 bits, and an fp32 log-softmax may be off by 1e-6.
 
     Args:
         reference, logits: (r, V).
@@ -50,12 +50,12 @@ def divergence(reference: Tensor, logits: Tensor) -> Tensor:
 
 @dataclass
 class Divergence(Evaluation):
-    """`divergence`: the model beside itself without quantization, token by token.
+    """`divergence`: the model compared with itself without quantization, token by token.
 
-    Taken over the same positions as `perplexity`. Metrics: `kl`, mean of KL(unquantized ||
-    quantized) in nats a token, and `agreement`, the share of tokens where both give the same token
-    the largest logit; then `perplexity` and `nll` of the same pass. Standard errors are those of a
-    ratio over windows (`estimates.ratio`).
+    Computed over the same positions as `perplexity`. Metrics: `kl`, mean of KL(unquantized ||
+    quantized) in nats per token, and `agreement`, the share of positions where both give the
+    largest logit to the same token; then `perplexity` and `nll` of the same pass. Standard errors
+    are those of a ratio over windows (`estimates.ratio`).
 
     Items, for each of the W windows: `kl`, sum in nats, (W,); `kl_max` (W,); `kl_quantiles`,
     (W, 3), those of `QUANTILES`; `agreement`, how many agree, (W,); `nll`, sum in nats, (W,);
@@ -64,7 +64,7 @@ class Divergence(Evaluation):
     Attributes:
         forward: the model.
         windows: the text.
-        reference: the unquantized model's logits, once `prepare` was called.
+        reference: the unquantized model's logits, after `prepare`.
     """
 
     forward: Forward
@@ -107,7 +107,7 @@ class Divergence(Evaluation):
         if self.reference is None:
             raise RuntimeError("a divergence needs prepare() before run()")
         windows = self.windows.windows
-        # Made before: small tensors kept between large ones that go would break up the heap.
+        # Allocated first: small tensors kept between freed large ones would fragment the heap.
         positions = sum(len(window) - 1 for window in windows)
         kl = torch.empty(positions, dtype=torch.float64)
         same = torch.empty(positions, dtype=torch.bool)
@@ -149,7 +149,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> D
     """Make `divergence` for a model.
 
     Raises:
-        UsageError: an argument, or text that does not fit the model.
+        UsageError: an argument is given, or the text does not fit the model.
     """
     no_argument(name, argument)
     windows = evaluation_windows(model, tokenizer, text)

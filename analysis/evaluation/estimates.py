@@ -1,4 +1,4 @@
-"""Means with their standard errors, and the refusal of values that are none."""
+"""Means with their standard errors, and the refusal of values that are not finite."""
 
 import math
 from typing import Any
@@ -29,8 +29,8 @@ def mean(values: NDArray[Any]) -> tuple[float, float | None]:
 def ratio(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float | None]:
     """Mean over all tokens and its standard error, with the windows as independent draws.
 
-    Tokens of one window depend on each other, so that an error over tokens would be too small.
-    It is that of a ratio of two sums: √(w / (w − 1) · Σ (sᵢ − m·nᵢ)²) / Σ nᵢ for w windows with
+    Tokens of one window depend on each other, so an error over tokens would be too small. The
+    error is that of a ratio of two sums: √(w / (w − 1) · Σ (sᵢ − m·nᵢ)²) / Σ nᵢ for w windows with
     sums sᵢ over nᵢ tokens, and m = Σ sᵢ / Σ nᵢ.
 
     Args:
@@ -54,11 +54,11 @@ def check_finite(values: NDArray[Any], what: str, thing: str) -> None:
 
     Args:
         values: (n, …).
-        what: they are, for example "the log-likelihood".
-        thing: that the first dimension counts, for example "window".
+        what: what the values are, for example "the log-likelihood".
+        thing: what the first dimension counts, for example "window".
 
     Raises:
-        QuantizationError: names the first of the n with such a value, counted from 0.
+        QuantizationError: a value is not finite; names the first of the n, counted from 0.
     """
     broken = ~np.isfinite(values.reshape(len(values), -1)).all(1)
     if broken.any():

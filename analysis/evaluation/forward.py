@@ -1,4 +1,4 @@
-"""How evaluations run a model: batches with padding, and logits only where they are wanted."""
+"""How evaluations run a model: padded batches, and logits only where they are wanted."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ __all__ = ["Forward", "Wanted", "batched", "evaluating", "scaled", "target_nll"]
 
 Item = TypeVar("Item")
 
-_ELEMENTS = 1 << 21  # logits that are held in a wider dtype at a time
+_ELEMENTS = 1 << 21  # logits held in a wider dtype at a time
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Wanted:
     """The logits of one pass, and which of them were asked for.
 
     Attributes:
-        logits: (B, K, V), in the model's dtype; K positions, of which a sequence may want some.
-        rows, columns: (R,) each, where the wanted ones stand in B and K, sequence by sequence.
+        logits: (B, K, V), in the model's dtype; a sequence may want only some of the K positions.
+        rows, columns: (R,) each, indices of the wanted ones into B and K, sequence by sequence.
     """
 
     logits: Tensor
@@ -36,31 +36,31 @@ class Wanted:
     columns: Tensor
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The wanted logits in order, some rows at a time: their places in R, and (r, V)."""
+        """Yield the wanted logits in order, some rows at a time: their places in R, and (r, V)."""
         step = max(1, _ELEMENTS // self.logits.shape[-1])
         for start in range(0, len(self.rows), step):
             part = slice(start, start + step)
             yield part, self.logits[self.rows[part], self.columns[part]]
 
     def at(self, places: Tensor) -> "Wanted":
-        """Some of the wanted logits, by their places in R; a place may come several times."""
+        """Some of the wanted logits, by their places in R; a place may occur several times."""
         places = places.to(self.rows.device)
         return Wanted(self.logits, self.rows[places], self.columns[places])
 
 
 class Forward:
-    """A causal language model that is given token sequences of any lengths.
+    """A causal language model that takes token sequences of any lengths.
 
     Attributes:
         model: the model.
-        padding_side: where the shorter sequences of a batch are filled up.
+        padding_side: where the shorter sequences of a batch are padded.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model
         self.padding_side: Literal["left", "right"] = "right"
         pad = getattr(tokenizer, "pad_token_id", None)
-        # Behind the mask any id will do, as long as it has an embedding.
+        # Masked positions may hold any id that has an embedding.
         self._pad = pad if isinstance(pad, int) and 0 <= pad < vocabulary_size(model) else 0
         self._known = inspect.signature(model.forward).parameters
 
@@ -108,11 +108,11 @@ class Forward:
 
 
 def target_nll(wanted: Wanted, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods of tokens, by a log-softmax in fp32.
+    """Negative log-likelihoods of tokens, from a log-softmax in fp32.
 
     Args:
         wanted: logits, R rows.
-        targets: the token that follows each, (R,) int64.
+        targets: the token that follows each row, (R,) int64.
 
     Returns:
         Nats, (R,) fp64, and whether the target has the largest logit, (R,) bool; on the CPU.
@@ -128,7 +128,7 @@ def target_nll(wanted: Wanted, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """No gradients and no dropout for a time; modules that were in training mode are put back.
+    """Disable gradients and dropout in the block; restore modules that were in training mode.
 
     Not inference mode: what a model keeps from a pass, such as rotary frequencies, could not be
     trained with afterwards.
@@ -150,18 +150,18 @@ def batched(
     progress: Callable[[int], None] = quiet,
     stop: Callable[[], bool] = unstopped,
 ) -> Iterator[Sequence[Item]]:
-    """Items in batches; after each one progress is told and `stop` is asked.
+    """Items in batches, with progress reported after each and `stop` called between them.
 
     Args:
         items: all of them.
         batch_size: items in a batch.
         units: of progress that an item stands for.
-        progress: told the units of a batch.
-        stop: True ends it before the next batch.
+        progress: called with the units of each batch.
+        stop: True ends the iteration before the next batch.
 
     Raises:
         UsageError: `batch_size` below 1.
-        Stopped: `stop` said so.
+        Stopped: `stop` returned True.
     """
     if batch_size < 1:
         raise UsageError(f"a batch of {batch_size} sequences is none: use at least 1")
@@ -174,10 +174,10 @@ def batched(
 
 
 def scaled(progress: Callable[[int], None], parts: int, units: int) -> Callable[[int], None]:
-    """A progress function that is told of `parts` small things, and tells of `units` larger ones.
+    """A progress function that is called for `parts` small things and reports `units` larger ones.
 
     Args:
-        progress: told `units` in all, once `parts` are done.
+        progress: called with `units` in total, once `parts` are done.
         parts: for example the choices of all questions.
         units: for example the questions.
     """

@@ -38,7 +38,7 @@ from quantdiff.errors import CutWarning, QuantizationError, UsageError, require
 
 __all__ = ["COSTS", "Harness", "build"]
 
-# Of lm-eval's metrics those of which it is known; its tasks may bring others.
+# The lm-eval metrics whose direction is known; tasks may bring others.
 _BETTER = ("acc", "acc_norm", "acc_bytes", "acc_all", "acc_mutual_info", "exact_match", "f1")
 _WORSE = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 COSTS = dict.fromkeys(_BETTER, -1) | dict.fromkeys(_WORSE, 1)
@@ -48,23 +48,23 @@ COSTS = dict.fromkeys(_BETTER, -1) | dict.fromkeys(_WORSE, 1)
 class Harness(Evaluation):
     """`lm-eval:TASK`, `lm-eval:FILE.yaml`, and either with `@N` for N documents of each task.
 
-    Metrics and standard errors are lm-eval's. A metric has the name that it has there, with the
-    filter behind a comma unless there is none, and with the task in front (`task:acc`) where
-    there are several; groups come first. Items: what lm-eval noted for each document, by the same
+    Metrics and standard errors are lm-eval's. A metric keeps its lm-eval name, followed by a comma
+    and the filter unless there is none, and preceded by the task (`task:acc`) where there are
+    several; groups come first. Items: what lm-eval recorded for each document, under the same
     names, in the order of the documents, where it is a number or a tuple of numbers.
 
-    lm-eval gives padded batches to a model without a mask, so that padding would count in dynamic
+    lm-eval passes padded batches to the model without a mask, so padding would count in dynamic
     ranges. Log-likelihoods are computed here instead, with the same tokens and cuts; generation is
-    lm-eval's own. The log-likelihoods are those of fp32 logits, whatever the model's dtype, as
-    lm-eval's are where it is given `softmax_dtype=float32`; else it sums them in bf16 or fp16.
+    lm-eval's own. The log-likelihoods are computed from fp32 logits, whatever the model's dtype, as
+    in lm-eval with `softmax_dtype=float32`; otherwise lm-eval sums them in bf16 or fp16.
 
-    A request that is longer than the model's context is cut from the left, as lm-eval does. Where
-    that happens a warning says so, and the last metric, `cut`, is the share of requests.
+    A request longer than the model's context is cut from the left, as in lm-eval. Where that
+    happens there is a warning, and the last metric, `cut`, is the share of requests that were cut.
 
     Attributes:
         forward: the model.
-        tokenizer: a copy, for lm-eval sets a padding token.
-        tasks: what `TaskManager.load` gave.
+        tokenizer: a copy, because lm-eval sets a padding token.
+        tasks: what `TaskManager.load` returned.
         limit: documents of each task, or None for all.
     """
 
@@ -128,11 +128,11 @@ def _language_model(
     progress: Callable[[int], None],
     stop: Callable[[], bool],
 ) -> Any:
-    """The model as lm-eval calls it; `progress` is told of requests, `cut` counts those cut."""
+    """The model as lm-eval calls it; `progress` counts requests, `cut` those that were cut."""
     base: Any = require("lm_eval.models.huggingface", "eval", "run a model in lm-eval").HFLM
 
     class Masked(base):
-        """lm-eval's model, with log-likelihoods from batches with a mask."""
+        """lm-eval's model, with log-likelihoods from masked batches."""
 
         cut = 0
 
@@ -153,7 +153,7 @@ def _language_model(
             return answers
 
         def _model_generate(self, *given: Any, **options: Any) -> Any:
-            # On a GPU transformers compiles the model for a static cache, past all hooks.
+            # On a GPU transformers compiles the model for a static cache, which bypasses all hooks.
             return super()._model_generate(*given, **options | {"disable_compile": True})
 
         def tok_batch_encode(
@@ -185,7 +185,7 @@ def _language_model(
 
 @contextlib.contextmanager
 def _kept_as_it_is(model: Any) -> Iterator[None]:
-    """lm-eval ties the weights of a model again; here it may not."""
+    """Keep lm-eval from tying a model's weights again."""
     own = vars(model).get("tie_weights")
     model.tie_weights = lambda *_, **__: None
     try:
@@ -197,7 +197,7 @@ def _kept_as_it_is(model: Any) -> Iterator[None]:
 
 
 def _pair(context: Sequence[int], continuation: Sequence[int], limit: int) -> Pair:
-    """Cut from the left where it is too long, as lm-eval does."""
+    """The pair, cut from the left where it is too long, as in lm-eval."""
     if not 0 < len(continuation) <= limit:
         raise UsageError(
             f"lm-eval asks for the likelihood of {len(continuation)} tokens, where the model takes "
@@ -231,7 +231,7 @@ def _outcome(results: dict[str, Any]) -> Outcome:
                 try:
                     array = np.array([sample[metric] for sample in own], dtype=np.float64)
                 except (KeyError, TypeError, ValueError):
-                    continue  # texts, or what only some documents have
+                    continue  # texts, or present in only some documents
                 items[_name(task, metric, kind, several)] = array
     return Outcome(tuple(metrics), items)
 
@@ -241,7 +241,7 @@ def _name(task: str, metric: str, kind: str, several: bool) -> str:
 
 
 def _generation(model: Any, tasks: dict[str, Any]) -> dict[str, str]:
-    """Fingerprint of how a model generates, where tasks let it: no config and no tensor tells."""
+    """Fingerprint of the generation settings, if tasks generate; config and tensors lack them."""
     asked = {instance.request_type for task in tasks.values() for instance in task.instances}
     config = getattr(model, "generation_config", None)
     if config is None or "generate_until" not in asked:
@@ -249,7 +249,7 @@ def _generation(model: Any, tasks: dict[str, Any]) -> dict[str, str]:
     told = {
         name: value
         for name, value in config.to_dict().items()
-        if not name.startswith("_") and name != "transformers_version"  # where it comes from
+        if not name.startswith("_") and name != "transformers_version"  # states its origin
     }
     content = json.dumps(told, sort_keys=True, default=str).encode()
     return {"generation": hashlib.sha256(content).hexdigest()}
@@ -259,7 +259,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> H
     """Make `lm-eval:TASK` for a model.
 
     Raises:
-        UsageError: a task that is not known or cannot be loaded.
+        UsageError: the task is unknown or cannot be loaded.
         MissingExtraError: lm-eval is not installed.
     """
     task, limit = split_limit(argument)

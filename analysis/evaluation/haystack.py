@@ -29,14 +29,14 @@ class Haystack:
     """One text with its needles.
 
     Attributes:
-        length: tokens that it may have with its question and answer.
-        depth: where the needles that are asked for stand, 0 at the start and 1 at the end.
-        sample: number of the text among those of its length: at all depths its words, cities,
-            numbers and answers are the same.
+        length: largest number of tokens, with question and answer.
+        depth: position of the needles that are asked for, 0 at the start and 1 at the end.
+        sample: number of the text among those of its length; its words, cities, numbers and
+            answers are the same at all depths.
         cities, numbers: the needles; the first R of them are asked for.
-        text: all of it, without a question.
-        pairs: for each of the R questions the N numbers that may answer it.
-        gold: for each question the place of the right number among its pairs.
+        text: the whole text, without a question.
+        pairs: for each of the R questions, the N numbers that may answer it.
+        gold: for each question, the index of the right number among its pairs.
     """
 
     length: int
@@ -54,30 +54,30 @@ def haystack(
 ) -> Haystack:
     """Make one text, the same for the same arguments.
 
-    Words of the shipped held-out text, as many as fit, with the needles on lines of their own:
-    those that are asked for at `depth`, the others anywhere.
+    It has as many words of the shipped held-out text as fit, with the needles on lines of their
+    own: those that are asked for at `depth`, the others anywhere.
 
     Args:
         encoder: makes tokens.
         needles: N, how many are hidden.
         queries: R, how many are asked for.
-        length: tokens at most, with question and answer; below `words_there()`.
+        length: largest number of tokens, with question and answer; below `words_there()`.
         depth: in [0, 1].
         sample: number of the text among those of its length.
 
     Raises:
         UsageError: `length` is too short for the needles and a few words.
     """
-    # The depth is not among what is drawn by: samples of all depths differ in nothing else.
+    # The depth is not part of the seed: samples of all depths differ in nothing else.
     draw = random.Random(f"{SEED}/{needles}/{queries}/{length}/{sample}")
     cities = tuple(draw.sample(CITIES, needles))
     numbers = tuple(map(str, draw.sample(range(1000, 10000), needles)))
     depths = [depth] * queries + [draw.random() for _ in range(needles - queries)]
-    # In an order that is drawn, or those at one place would stand in the order of the questions.
+    # In random order, or needles at the same place would be in the order of the questions.
     hidden = draw.sample(list(zip(depths, cities, numbers, strict=True)), needles)
     begin = draw.randrange(words_there() - length)
-    words = _words()[begin : begin + length]  # a word has at least a token
-    # Of equal scores the first counts: the right number must stand in no place of its own.
+    words = _words()[begin : begin + length]  # a word has at least one token
+    # The first of equal scores wins, so the right number must not have a fixed place.
     answers = [draw.sample(numbers, needles) for _ in range(queries)]
     gold = tuple(each.index(numbers[query]) for query, each in enumerate(answers))
 
@@ -108,7 +108,7 @@ def haystack(
 
 
 def words_there() -> int:
-    """Words of the text that haystacks are made of."""
+    """Number of words in the text that haystacks are made of."""
     return len(_words())
 
 

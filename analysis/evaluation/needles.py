@@ -1,4 +1,4 @@
-"""Needles in a haystack: numbers of cities hidden in a text, and asked for at its end."""
+"""Needles in a haystack: numbers of cities, hidden in a text and asked for at its end."""
 
 import contextlib
 import hashlib
@@ -30,19 +30,19 @@ _LONGEST = 2048
 class Needles(Evaluation):
     """`needles:N,R`, or `needles:N,R@LENGTH,LENGTH`: retrieval of R of N needles.
 
-    The form is that of arXiv 2410.05258, section 3.3: needles, each a magic number of a city, in a
-    text of a given length; those that are asked for stand at depths 0, ¼, ½, ¾ and 1, the others
-    anywhere; `SAMPLES` texts for each length, each with its needles at all depths. There the model
+    The setup is that of arXiv 2410.05258, section 3.3: needles, each the magic number of a city, in
+    a text of a given length; those that are asked for are at depths 0, ¼, ½, ¾ and 1, the others
+    anywhere; `SAMPLES` texts per length, each with its needles at all depths. There the model
     writes the numbers; here, for models too small to do so, each question is about one city, and
-    its answers are the N numbers in the text, in an order that is drawn: chance is 1/N. A run reads
-    lengths · 5 · `SAMPLES` · R · N sequences.
+    its choices are the N numbers in the text, in random order: chance is 1/N. A run scores
+    lengths · 5 · `SAMPLES` · R · N choices.
 
     Metrics: `acc`, the share of questions whose number has the largest log-likelihood, and `exact`,
     the share where greedy decoding would write it. Standard errors are over texts: the R questions
-    about one at five depths share its words, cities and numbers, and are no independent draws.
+    about one at five depths share its words, cities and numbers, and are not independent draws.
 
     Items, for each question: `length`, `depth`, `text` (its number, the same at all depths),
-    `correct`, `exact` (Q,), `log_likelihoods` (Q, N) with the right number's in column `gold` (Q,).
+    `correct`, `exact` (Q,), `log_likelihoods` (Q, N), the right number's in column `gold` (Q,).
 
     Attributes:
         forward: the model.
@@ -122,10 +122,10 @@ def _parsed(name: str, argument: str, model: Any) -> tuple[int, int, list[int]]:
 
 
 def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> Needles:
-    """Make `needles` for a model: 4 needles and 2 questions where the argument does not say.
+    """Make `needles` for a model, by default with 4 needles and 2 questions.
 
     Raises:
-        UsageError: an argument of another form, or lengths that do not fit model or needles.
+        UsageError: the argument has another form, or its lengths do not fit model or needles.
     """
     needles, queries, lengths = _parsed(name, argument, model)
     encoder, digest = Encoder(tokenizer), hashlib.sha256()

@@ -32,7 +32,7 @@ __all__ = ["COSTS", "NOISELESS", "Noise", "build"]
 COSTS: dict[str, int] = {}  # an average over unlike sites ranks nothing
 
 MOST = 4096  # tokens: signal and noise are sums, which settle long before a perplexity does
-NOISELESS = 200.0  # dB that stand for no noise at all
+NOISELESS = 200.0  # dB, stands for no noise at all
 _KINDS = ("logits", "softmax", "branch 1", "branch 2", "difference")
 
 
@@ -42,16 +42,16 @@ class Noise(Evaluation):
 
     Metrics, each the mean over layers, `count` the number of layers:
 
-    - `snr_logits`, `snr_softmax` of standard heads, or `snr_branch_1`, `snr_branch_2` and
+    - `snr_logits`, and `snr_softmax` of standard heads or `snr_branch_1`, `snr_branch_2` and
       `snr_difference` of differential ones: of each layer's own rounding, given the queries and
-      keys that it meets (`quantdiff.quantization.noise`), of all attention modules of a layer
-      together; only where logits are quantized and keys are not.
+      keys that it receives (`quantdiff.quantization.noise`), over all attention modules of a layer
+      together; only where the logits of all layers and heads are quantized and keys are not.
     - `cancellation`: the difference's noise over that of independent errors of its two maps
       (noise 1 + λ²·noise 2); below 1 the subtraction cancels errors, above 1 it adds them up.
-    - `snr_hidden`: of the layers' outputs beside those of the unquantized model, so that it holds
-      all that came before. It is the main metric, and the only one of a scheme for other sites.
+    - `snr_hidden`: of the layers' outputs against those of the unquantized model, so it includes
+      all earlier noise. It is the main metric, and the only one of a scheme for other sites.
 
-    Without any noise a layer counts with 200 dB. Items: each of these by layer, (L,), in dB or as
+    A layer without any noise counts as 200 dB. Items: each of these per layer, (L,), in dB or as
     a ratio; NaN where a layer has none.
 
     Attributes:
@@ -79,7 +79,7 @@ class Noise(Evaluation):
     ) -> None:
         """See `Evaluation.prepare`."""
         self._layers = [module for _, module in Found(self.forward.model, None).layers]
-        # Without a name, so that it is gone with the process.
+        # Without a name, so that it disappears with the process.
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         with evaluating(self.forward.model):
             for hidden in self._hidden(batch_size, progress, stop):
@@ -105,7 +105,7 @@ class Noise(Evaluation):
         recorder: Any = contextlib.nullcontext()
         if isinstance(quantizer, FakeQuantizer):
             scheme = quantizer.schemes.of("attention_logits")
-            # A recording sees keys before they are rounded, whose logits are not those quantized.
+            # A recording sees keys before rounding, whose logits are not the quantized ones.
             plain_keys = quantizer.schemes.of("keys") is None
             if scheme is not None and scheme.layers is scheme.heads is None and plain_keys:
                 recorder = NoiseRecorder(self.forward.model, scheme, quantizer.table)
@@ -129,7 +129,7 @@ class Noise(Evaluation):
     def _hidden(
         self, batch_size: int, progress: Callable[[int], None], stop: Callable[[], bool]
     ) -> Iterator[NDArray[np.float32]]:
-        """The real tokens' outputs of all layers, window by window, (L, tokens, channels)."""
+        """The outputs of all layers without padding, window by window, (L, tokens, channels)."""
         for batch in batched(self.windows.windows, batch_size, len, progress, stop):
             with _caught(self._layers) as outputs:
                 self.forward(batch, [scored(window) for window in batch])
@@ -143,7 +143,7 @@ class Noise(Evaluation):
 
 @contextmanager
 def _caught(layers: list[Any]) -> Iterator[list[Tensor]]:
-    """The outputs of these modules, in the order in which they run."""
+    """Catch the outputs of these modules, in the order in which they run."""
     outputs: list[Tensor] = []
 
     def keep(module: Any, args: Any, output: Any) -> None:
@@ -159,7 +159,7 @@ def _caught(layers: list[Any]) -> Iterator[list[Tensor]]:
 
 def _by_layer(sites: list[Energies], layers: int) -> dict[str, NDArray[np.float64]]:
     """Ratios of the energies of all attention modules of a layer together."""
-    energies: dict[str, dict[int, Any]] = {}  # kind -> layer -> what is divided, and by what
+    energies: dict[str, dict[int, Any]] = {}  # kind -> layer -> numerator, denominator
     for site in sites:
         of_site = {kind: (site.signal[kind], site.noise[kind]) for kind in site.noise}
         if site.independent is not None:
@@ -192,7 +192,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> N
     """Make `noise` for a model.
 
     Raises:
-        UsageError: an argument, or text that does not fit the model.
+        UsageError: an argument is given, or the text does not fit the model.
     """
     no_argument(name, argument)
     text = Text(text.source, min(text.tokens, MOST), text.seq_len)

@@ -36,12 +36,12 @@ class Order(Evaluation):
     """`order:FILE`, or `order:FILE@N`: the same examples in several orders before each question.
 
     The first `EXAMPLES` questions of the file, with their right choices, are the examples; the N
-    after them are asked. Questions are apart by a blank line, as lm-eval's. Every question sees
-    the same `ORDERS` orders, drawn without repetition.
+    after them are asked. A blank line separates questions, as in lm-eval. Every question sees the
+    same `ORDERS` orders, drawn without repetition.
 
     Metrics: `acc`, by summed log-likelihood, mean over orders and questions, its standard error
-    over questions; `spread`, largest less smallest accuracy of an order; `std`, the sample
-    standard deviation over orders. The latter two have no standard error.
+    over questions; `spread`, largest minus smallest accuracy of an order; `std`, the sample
+    standard deviation of the accuracy over orders. The latter two have no standard error.
 
     Items, for Q questions, P orders and at most C choices: `correct` (Q, P), `log_likelihoods`
     (Q, P, C), `gold` (Q,).
@@ -105,7 +105,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> O
     """Make `order:FILE` for a model.
 
     Raises:
-        UsageError: a file or a question that cannot be used, or too few questions.
+        UsageError: the file or one of its questions cannot be used, or there are too few questions.
     """
     file, limit = split_limit(argument)
     rows = read_questions(file if limit is None else f"{file}@{limit + EXAMPLES}")

@@ -14,24 +14,24 @@ __all__ = ["Encoder", "Pair", "check_pairs", "question_pairs"]
 
 @dataclass(frozen=True)
 class Pair:
-    """Tokens that are given, and tokens whose log-likelihood is asked for; neither is empty."""
+    """Tokens that are given, and tokens whose log-likelihood is wanted; neither is empty."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """What the model sees: all but the last token, which is predicted only."""
+        """What the model sees: all but the last token, which is only predicted."""
         return self.context + self.continuation[:-1]
 
 
 class Encoder:
-    """Turns text into pairs as `HFLM` of lm-eval does.
+    """Turns text into pairs as lm-eval's `HFLM` does.
 
     Context and continuation are tokenized as one text, with whatever special tokens the tokenizer
-    adds by itself, and cut after as many tokens as the context has alone; spaces at its end go
-    to the continuation. A text that starts with a BOS written out gets no second one. Where the
-    context has no token, a BOS stands for it, or an EOS for a tokenizer without BOS.
+    adds by default, and split after as many tokens as the context has alone; spaces at the end of
+    the context go to the continuation. A text that starts with a written-out BOS gets no second
+    one. A BOS replaces an empty context, or an EOS if the tokenizer has no BOS.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -46,7 +46,7 @@ class Encoder:
         Args:
             context: what is given; may be empty.
             continuation: what follows, with the space before it.
-            place: where it stands, for the message.
+            place: where the pair comes from, for the message.
 
         Raises:
             UsageError: the continuation adds no token to the context, or nothing can stand for an
@@ -111,13 +111,13 @@ def question_pairs(
     """Pairs of every question's choices, in order.
 
     Args:
-        model: whose context and vocabulary bound them.
+        model: its context and vocabulary bound the pairs.
         tokenizer: its tokenizer.
         questions: all of them.
         before: text in front of each query, such as examples.
 
     Raises:
-        UsageError: a question that cannot be asked; names its place.
+        UsageError: a question cannot be asked; names its place.
     """
     encoder = Encoder(tokenizer)
     pairs = []

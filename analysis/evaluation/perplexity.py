@@ -30,8 +30,8 @@ COSTS = {"perplexity": 1, "nll": 1}
 class Perplexity(Evaluation):
     """`perplexity`: exp(sum of negative log-likelihoods / scored tokens) over all windows.
 
-    Metrics: `perplexity`, and `nll`, its logarithm in nats a token. The standard error of `nll` is
-    that of a ratio over windows (`estimates.ratio`), that of `perplexity` follows from it by the
+    Metrics: `perplexity`, and `nll`, its logarithm in nats per token. The standard error of `nll`
+    is that of a ratio over windows (`estimates.ratio`); that of `perplexity` follows from it by the
     delta method: perplexity · stderr(nll).
 
     Items, for each of the W windows: `nll`, the sum in nats, (W,) fp64; `tokens`, how many were
@@ -78,7 +78,7 @@ def likelihood(
         windows: the windows.
 
     Raises:
-        QuantizationError: one is not finite.
+        QuantizationError: a value is not finite.
     """
     items = {"nll": np.array(sums), "tokens": np.array([len(w) - 1 for w in windows])}
     check_finite(items["nll"], "the negative log-likelihood", "window")
@@ -96,7 +96,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> P
     """Make `perplexity` for a model.
 
     Raises:
-        UsageError: an argument, or text that does not fit the model.
+        UsageError: an argument is given, or the text does not fit the model.
     """
     no_argument(name, argument)
     windows = evaluation_windows(model, tokenizer, text)

@@ -1,4 +1,4 @@
-"""Multiple-choice questions from a file of JSON lines."""
+"""Multiple-choice questions from a JSON Lines file."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from quantdiff.errors import UsageError
 
 __all__ = ["SHIPPED", "Question", "fingerprint", "read_questions", "split_limit"]
 
-# Files of the folder `questions`, opened by these names.
+# Files in the folder `questions`, opened by these names.
 SHIPPED = {"goal_inference": "goal_inference.jsonl.xz"}
 
 _FOLDER = Path(__file__).with_name("questions")
@@ -21,13 +21,13 @@ _FOLDER = Path(__file__).with_name("questions")
 
 @dataclass(frozen=True)
 class Question:
-    """One question of several choices.
+    """One question with several choices.
 
     Attributes:
         query: what the model is given; a choice continues it after one space.
         choices: at least two, none empty.
-        gold: which is right, from 0.
-        place: where it stands, for messages.
+        gold: index of the right one, from 0.
+        place: file and line, for messages.
     """
 
     query: str
@@ -37,7 +37,7 @@ class Question:
 
 
 def split_limit(argument: str) -> tuple[str, int | None]:
-    """What stands before `@N`, and N; None where there is no such end.
+    """Split an argument into what precedes `@N`, and N; None if there is no `@N`.
 
     Raises:
         UsageError: N is 0.
@@ -60,16 +60,16 @@ def fingerprint(questions: Sequence[Question]) -> str:
 
 
 def read_questions(argument: str) -> list[Question]:
-    """Questions of `FILE`, or at most the first N of them for `FILE@N`.
+    """Read the questions of `FILE`, or at most the first N of them for `FILE@N`.
 
     Args:
         argument: a name of `SHIPPED`, or a `.jsonl` or `.jsonl.xz` file. A line holds lm-eval's
             `query`, `choices` and `gold`, or the `ctx` (or `ctx_a` and `ctx_b`), `endings`,
-            `label` and maybe `activity_label` of HellaSwag, which are cleaned as lm-eval does.
+            `label` and optionally `activity_label` of HellaSwag, cleaned as in lm-eval.
 
     Raises:
-        UsageError: a file that is missing, broken, empty or of another kind; a line that is no
-            JSON, lacks a key, has fewer than two choices or an answer beyond them.
+        UsageError: the file is missing, broken, empty or of another kind; or a line is not JSON,
+            lacks a key, has fewer than two choices or an answer that is not among them.
     """
     name, limit = split_limit(argument)
     path = _FOLDER / SHIPPED[name] if name in SHIPPED else Path(name)
@@ -162,7 +162,7 @@ def _string(value: Any, key: str, place: str) -> str:
 
 
 def _hellaswag_query(row: dict[str, Any], place: str) -> str:
-    """The context as lm-eval's task `hellaswag` makes it, with the topic before it."""
+    """The context as lm-eval's task `hellaswag` makes it, with the topic in front."""
     if "ctx_a" in row:
         second = _string(row.get("ctx_b", ""), "ctx_b", place)
         context = f"{_string(row['ctx_a'], 'ctx_a', place)} {second.capitalize()}"
@@ -174,6 +174,6 @@ def _hellaswag_query(row: dict[str, Any], place: str) -> str:
 
 
 def _cleaned(text: str) -> str:
-    """Without the marks in brackets that WikiHow's part of HellaSwag carries."""
+    """The text without the bracketed marks of HellaSwag's WikiHow part."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")

@@ -1,4 +1,4 @@
-"""What the unquantized model says: kept once, given back as logits batch by batch."""
+"""The unquantized model's predictions: kept once, returned as logits batch by batch."""
 
 import tempfile
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ _CLOSE = 1e-6  # relative to the largest logit
 class Reference:
     """Logits of the unquantized model at R positions.
 
-    Kept are the inputs of the output embedding, which are some hundred times smaller than the
-    logits, and a copy of its weight: the logits are multiplied out again when they are needed,
-    with the same shapes as in the model's own pass, so that they are the same bits where the batch
-    is the same. The copy, and not the module, is used: a context that quantizes the weight, or
-    what goes into the module, changes nothing here.
+    It keeps the inputs of the output embedding, which are about a hundred times smaller than the
+    logits, and a copy of its weight. The logits are recomputed from them when needed, with the same
+    shapes as in the model's own pass, so that for the same batch they are the same to the bit. The
+    copy is used, not the module: a context that quantizes the weight or the module's input changes
+    nothing here.
 
-    Where the model does more behind its output embedding, such as soft-capping, or has none of
-    floating-point numbers, the logits themselves are kept, in fp32 in a file without a name, which
-    is gone with the process.
+    Where the model does more after its output embedding, such as soft-capping, or has none with
+    floating-point weights, the logits themselves are kept, in fp32 in a file without a name, which
+    disappears with the process.
 
     Attributes:
         kept: `inputs` or `logits`; None before the first `add`.
@@ -48,7 +48,7 @@ class Reference:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Passes in this block can be added."""
+        """Watch passes: those in this block can be added."""
         if self._head is None:
             yield
             return
@@ -73,7 +73,7 @@ class Reference:
         self._rows += len(wanted.rows)
         if self.kept == "inputs":
             assert self._entered is not None
-            # The head may lie on another device than what it is given, as may the logits.
+            # The head may be on another device than its input, and so may the logits.
             device = self._entered.device
             rows, columns = wanted.rows.to(device), wanted.columns.to(device)
             self._inputs.append(self._entered[rows, columns].cpu())
@@ -104,7 +104,7 @@ class Reference:
         self.kept = "logits"
 
     def _gives(self, logits: Tensor) -> bool:
-        """Whether the output embedding alone makes the model's logits of its input."""
+        """Whether the output embedding alone maps its input to the model's logits."""
         entered = self._entered
         if entered is None or entered.shape[:2] != logits.shape[:2]:
             return False
@@ -118,14 +118,14 @@ class Reference:
         return bool(gap <= _CLOSE * size)
 
     def blocks(self, start: int, wanted: Wanted) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Logits of a pass beside those of the reference, some rows at a time.
+        """Logits of a pass with those of the reference, some rows at a time.
 
         Args:
-            start: number of the pass's first wanted position among all that were added.
+            start: index of the pass's first wanted position among all that were added.
             wanted: the pass.
 
         Returns:
-            Iterator of places among the wanted ones, reference logits (r, V), logits (r, V).
+            Iterator over places among the wanted ones, reference logits (r, V), logits (r, V).
         """
         if self._file is not None:
             kept: NDArray[np.float32] = np.memmap(
@@ -146,7 +146,7 @@ class Reference:
 
 
 def _output_embedding(model: Any) -> Any:
-    """The module that makes logits of hidden states, if it is a plain product with a weight."""
+    """The module that maps hidden states to logits, if it is a plain product with a weight."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
     weight = getattr(head, "weight", None)

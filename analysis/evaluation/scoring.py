@@ -22,23 +22,23 @@ def log_likelihoods(
     progress: Callable[[int], None] = quiet,
     stop: Callable[[], bool] = unstopped,
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Summed log-likelihood of each continuation, and whether every token of it is the likeliest.
+    """Summed log-likelihood of each continuation, and whether all of its tokens are the likeliest.
 
-    The longest come first, so that what does not fit into memory fails at once. Pairs with the
-    same input, such as answers A, B and C to one question, share a row.
+    The longest come first, so that a batch that does not fit into memory fails at once. Pairs
+    with the same input, such as answers A, B and C to one question, share a row.
 
     Args:
         forward: the model.
         pairs: R of them.
         batch_size: sequences in one forward pass.
-        progress: told of pairs.
-        stop: asked after each pass.
+        progress: called with the number of pairs done.
+        stop: called between passes.
 
     Returns:
-        Nats, (R,) fp64, and (R,) bool, in the order of the pairs. Values may be not finite.
+        Nats, (R,) fp64, and (R,) bool, in the order of the pairs. Values may be non-finite.
 
     Raises:
-        Stopped: `stop` said so.
+        Stopped: `stop` returned True.
     """
     rows: dict[tuple[int, ...], list[int]] = {}
     for number, pair in enumerate(pairs):
@@ -51,7 +51,7 @@ def log_likelihoods(
         lengths = [[len(pairs[number].continuation) for number in row] for _, row in batch]
         starts = [len(s) - max(each) for s, each in zip(sequences, lengths, strict=True)]
         wanted = forward(sequences, list(zip(starts, map(len, sequences), strict=True)))
-        # The logits of a pair stand at the end of those of its row.
+        # The logits of a pair are at the end of those of its row.
         ends = np.cumsum([max(each) for each in lengths])
         numbers = [number for _, row in batch for number in row]
         places = [
@@ -79,16 +79,16 @@ def score_choices(
 
     Args:
         forward: the model.
-        questions: the pairs of each one's choices, of which it has at most C.
+        questions: each one's choices as pairs, at most C of them.
         batch_size, stop: as in `log_likelihoods`.
-        progress: told of questions.
+        progress: called with the number of questions done.
 
     Returns:
         Nats, (Q, C) fp64, NaN where a question has no such choice; and whether the choice is what
-        greedy decoding says, (Q, C) bool.
+        greedy decoding gives, (Q, C) bool.
 
     Raises:
-        Stopped: `stop` said so.
+        Stopped: `stop` returned True.
         QuantizationError: a log-likelihood is not finite.
     """
     counts = [len(question) for question in questions]

@@ -23,11 +23,11 @@ from quantdiff.errors import MissingExtraError, UsageError, require
 
 __all__ = ["FEWSHOT_SEED", "as_lm_eval", "lm_eval_version", "load_tasks", "task_fingerprint"]
 
-# Those of lm_eval.simple_evaluate, so that its numbers come out.
+# Those of lm_eval.simple_evaluate, so that its numbers are reproduced.
 FEWSHOT_SEED = 1234
 _SEEDS = {"random": 0, "numpy": 1234, "torch": 1234}
 
-# What says where the data come from. They are fingerprinted themselves, and may be moved.
+# Entries that state where the data come from. The data themselves are fingerprinted, and may move.
 _PLACES = ("dataset_path", "dataset_name", "dataset_kwargs", "metadata")
 
 
@@ -38,9 +38,9 @@ def lm_eval_version() -> str:
 
 @contextmanager
 def as_lm_eval() -> Iterator[None]:
-    """The random state that lm-eval starts from, and less of its log; both put back.
+    """Set the random state that lm-eval starts from, and shorten its log; restore both.
 
-    What tasks print goes to stderr: stdout may be somebody's JSON.
+    What tasks print goes to stderr, since stdout may carry JSON.
     """
     states = random.getstate(), np.random.get_state()
     log = logging.getLogger("lm_eval")
@@ -62,19 +62,19 @@ def as_lm_eval() -> Iterator[None]:
 
 
 def load_tasks(name: str, tokenizer: Any) -> dict[str, Any]:
-    """A task, group or tag of lm-eval, with its data.
+    """Load a task, group or tag of lm-eval, with its data.
 
     Args:
-        name: as lm-eval knows it, or the path of a `.yaml` file, whose folder alone is then
+        name: as lm-eval knows it, or the path of a `.yaml` file; only its folder is then
             searched for what it refers to.
-        tokenizer: for tasks that make their texts to a length in tokens, such as RULER's.
+        tokenizer: for tasks that make texts of a given length in tokens, such as RULER's.
 
     Returns:
-        What `TaskManager.load` gives: `tasks`, `groups`, `group_map`.
+        What `TaskManager.load` returns: `tasks`, `groups`, `group_map`.
 
     Raises:
         UsageError: there is no such task, or its data cannot be loaded.
-        MissingExtraError: lm-eval, or what the task needs beside it, is not installed.
+        MissingExtraError: lm-eval, or something else that the task needs, is not installed.
     """
     manager = require("lm_eval.tasks", "eval", f"run lm-eval:{name}").TaskManager
     path = Path(name)
@@ -105,7 +105,7 @@ def load_tasks(name: str, tokenizer: Any) -> dict[str, Any]:
             raise MissingExtraError(
                 f"lm-eval needs more to load {name}: {first_line(error)}"
             ) from error
-        except Exception as error:  # a task is data and code by others: anything may come
+        except Exception as error:  # tasks are other people's data and code: anything may be raised
             raise UsageError(
                 f"lm-eval cannot load {name} ({type(error).__name__}: {first_line(error)}): check "
                 "the task, and the connection where its data are on the hub"
@@ -119,7 +119,7 @@ def load_tasks(name: str, tokenizer: Any) -> dict[str, Any]:
 
 
 def _name_of(path: Path, manager: Any) -> str:
-    """The name of the task or group in a file: lm-eval 0.4.13 loads no group by its path."""
+    """The name of the task or group in a file: lm-eval 0.4.13 cannot load a group by its path."""
     for name, entry in manager.task_index.items():
         if entry.yaml_path is not None and Path(entry.yaml_path).resolve() == path.resolve():
             return str(name)
@@ -127,14 +127,14 @@ def _name_of(path: Path, manager: Any) -> str:
 
 
 def task_fingerprint(tasks: dict[str, Any], limit: int | None) -> tuple[str, int]:
-    """SHA-256 of all that tasks ask and how they judge it, as hex, and the number of documents.
+    """SHA-256 of all that tasks ask and how they score it, as hex, and the number of documents.
 
     Args:
         tasks: by name.
         limit: documents of each task.
 
     Raises:
-        UsageError: a task without documents, or whose requests cannot be made.
+        UsageError: a task has no documents, or its requests cannot be built.
     """
     digest, count = hashlib.sha256(), 0
     for name in sorted(tasks):
@@ -149,7 +149,7 @@ def task_fingerprint(tasks: dict[str, Any], limit: int | None) -> tuple[str, int
                 f"lm-eval cannot ask the questions of {name} ({type(error).__name__}: "
                 f"{first_line(error)}): check the task"
             ) from error
-        # lm-eval's own dump writes the functions that stand deeper with their addresses.
+        # lm-eval's own dump writes nested functions with their addresses.
         config = task.config.to_dict(keep_callable=True)
         config = {k: v for k, v in config.items() if k not in _PLACES}
         asked = [instance.arguments for instance in task.instances]
@@ -160,11 +160,11 @@ def task_fingerprint(tasks: dict[str, Any], limit: int | None) -> tuple[str, int
 
 
 def _told(value: Any) -> Any:
-    """What JSON does not know, in words that are the same in every process."""
+    """What JSON cannot represent, in a form that is the same in every process."""
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if callable(value):
-        with suppress(TypeError, OSError):  # compiled, or an object
+        with suppress(TypeError, OSError):  # compiled, or a callable object
             return inspect.getsource(value)
     elif not re.search(r" at 0x[0-9a-fA-F]+", text := str(value)):
         return text

@@ -1,4 +1,4 @@
-"""The text windows that perplexity and divergence run on."""
+"""The text windows that perplexity, divergence and noise run on."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def evaluation_windows(model: Any, tokenizer: Any, text: Text) -> TextWindows:
     """Windows of the text, checked against the model.
 
     Raises:
-        UsageError: text that cannot be read, windows beyond the model's context, or token ids
+        UsageError: the text cannot be read, windows exceed the model's context, or token ids are
             outside its vocabulary.
     """
     seq_len = text.seq_len
@@ -33,7 +33,7 @@ def evaluation_windows(model: Any, tokenizer: Any, text: Text) -> TextWindows:
 
 
 def window_settings(windows: TextWindows) -> dict[str, Any]:
-    """What the windows are and what of them is scored."""
+    """What the windows are, and which of their tokens are scored."""
     return {
         "tokens": windows.tokens,
         "windows": windows.sequences,
@@ -45,17 +45,17 @@ def window_settings(windows: TextWindows) -> dict[str, Any]:
 
 
 def no_argument(name: str, argument: str) -> None:
-    """Refuse what stands behind the colon of an evaluation that takes nothing there.
+    """Refuse an argument to an evaluation that takes none.
 
     Raises:
-        UsageError: there is something.
+        UsageError: there is one.
     """
     if argument:
         raise UsageError(f"{name!r} takes no argument: its text is named by --data")
 
 
 def scored(window: Tensor) -> tuple[int, int]:
-    """Positions whose next token is scored: each but the last, so that a BOS is never a target."""
+    """Positions whose next token is scored: all but the last, so that a BOS is never a target."""
     return 0, len(window) - 1
 
 

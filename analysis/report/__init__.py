@@ -1,6 +1,6 @@
 """Reports: what they consist of, and how they are written as HTML, CSV, Markdown and LaTeX.
 
-The public names are imported when they are first used: reading a table must not wait for seaborn.
+The public names are imported on first use, so that reading a table does not wait for seaborn.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A table as people see it: one text a cell, whatever it is written as."""
+"""A table as people see it: one text per cell, whatever the output format."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ PUBLISHED = "published, not measured here"
 
 @dataclass(frozen=True)
 class Column:
-    """A column for people.
+    """A column as shown to people.
 
     Attributes:
         heading: on one line.
-        numeric: it holds numbers, which stand at the right.
-        cells: one text a row, on one line each.
-        values: what a numeric column is sorted by; None where a value is missing, and in others.
+        numeric: whether it holds numbers, which are right-aligned.
+        cells: one text per row, each on one line.
+        values: the sort keys of a numeric column; None for missing values, and in other columns.
     """
 
     heading: str

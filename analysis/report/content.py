@@ -39,15 +39,15 @@ class Table:
         key: name of its files without suffix, unique in a report; lower-case letters, digits and
             hyphens.
         title: a few words.
-        frame: one row a line, without an index that matters; columns are named by unique strings.
+        frame: one row per line; the index is ignored, and columns are named by unique strings.
         caption: where the numbers come from and what they mean, in whole sentences.
         shown: column -> how its values are written for people; others are written by `str`. It is
-            not asked about missing values.
+            not called for missing values.
         heads: column -> its heading; others are headed by their names.
-        published: printed elsewhere and not measured here; it must look so.
+        published: printed elsewhere, not measured here; it is marked as such.
 
     Raises:
-        ValueError: a key or columns that are not as said, or `shown` or `heads` of no column.
+        ValueError: the key or columns are not as described, or `shown` or `heads` name no column.
     """
 
     key: str
@@ -71,15 +71,15 @@ class Figure:
     """A figure with the numbers that it shows.
 
     Attributes:
-        key: as of a table.
+        key: as for a table.
         title: a few words.
         page: drawn in quantdiff's style.
-        frame: what is drawn, written as CSV beside it; as of a table.
-        caption: as of a table.
-        description: what is to be seen, for who cannot see it.
+        frame: what is drawn, written as CSV beside it; as for a table.
+        caption: as for a table.
+        description: what it shows, for readers who cannot see it.
 
     Raises:
-        ValueError: a key or columns that are not as said.
+        ValueError: the key or columns are not as described.
     """
 
     key: str
@@ -99,7 +99,7 @@ Part: TypeAlias = Prose | Warned | Table | Figure
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands beneath it.
+    """A heading and its content.
 
     Attributes:
         key: the anchor, unique in a report.
@@ -107,7 +107,7 @@ class Section:
         parts: in order.
 
     Raises:
-        ValueError: a key that is not as a table's.
+        ValueError: the key is not formed like a table's.
     """
 
     key: str
@@ -120,16 +120,16 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """Sections in order, and where all of it comes from.
+    """Sections in order, and where they come from.
 
     Attributes:
         title: of the whole.
         sections: in order.
-        command: that made it, if a command did.
-        versions: of the libraries that made it.
+        command: the command that made it, if any.
+        versions: those of the libraries that made it.
 
     Raises:
-        ValueError: two sections, two tables or two figures with one key.
+        ValueError: two sections, two tables or two figures share a key.
     """
 
     title: str
@@ -153,7 +153,7 @@ class Report:
 
 
 def _check_key(key: str) -> None:
-    """Refuse what could not be the name of a file and an anchor as it is."""
+    """Refuse a key that cannot serve unchanged as a file name and an anchor."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"{key!r} is no key: lower-case letters, digits and hyphens between them")
 

@@ -12,14 +12,14 @@ from quantdiff.analysis.text import UNKNOWN
 
 __all__ = ["asset", "caption", "html_of", "image", "table_of", "warning"]
 
-# Characters, from which on a cell or a heading may be broken into lines.
+# Characters beyond which a cell or a heading may be broken into lines.
 _LONG, _LONG_HEADING = 40, 14
-_SHOWN_PER_INCH = 115  # pixels of a page for an inch of a figure: a little larger than in print
+_SHOWN_PER_INCH = 115  # pixels of a page per inch of a figure: a little larger than in print
 _SAVED_PER_INCH = 200
 
 
 def html_of(parts: Sequence[Part]) -> str:
-    """Parts of a report as a fragment of HTML, as a notebook shows what `_repr_html_` gives."""
+    """Parts of a report as an HTML fragment, which notebooks show through `_repr_html_`."""
     style = element("style", Markup(asset("parts.css")))
     return element("div", style, *map(_part, parts), class_="quantdiff")
 
@@ -30,7 +30,7 @@ def asset(name: str) -> str:
 
 
 def table_of(table: Table) -> Markup:
-    """A table without its title and caption; numbers carry what they are sorted by."""
+    """A table without its title and caption; numbers carry their sort keys."""
     shown = columns(table)
     head = element("tr", *(_heading(column) for column in shown))
     rows = (
@@ -42,11 +42,11 @@ def table_of(table: Table) -> Markup:
 
 
 def caption(part: Table | Figure, start: str = "") -> Markup:
-    """What stands above a table or beneath a figure.
+    """The caption above a table or beneath a figure.
 
     Args:
         part: the table or figure.
-        start: stands before its title.
+        start: text before its title.
     """
     title = [element("span", start, class_="number"), " "] if start else []
     title.append(element("span", paragraph(part.title), class_="title"))
@@ -59,19 +59,19 @@ def caption(part: Table | Figure, start: str = "") -> Markup:
 
 
 def warning(part: Warned) -> Markup:
-    """A paragraph that is not to be missed."""
+    """A paragraph that must not be missed."""
     word = element("strong", "Caution")
     return element("p", word, " ", paragraph(part.text), class_="warned", role="note")
 
 
 def image(figure: Figure, png: bytes) -> Markup:
-    """A figure within the text of the page.
+    """A figure embedded in the page.
 
     Args:
-        figure: described in words, or else by its title.
+        figure: its description, or else its title, becomes the alternative text.
         png: its picture at 200 dpi.
     """
-    # Width and height lie in the header, big-endian.
+    # Width and height are in the header, big-endian.
     width, height = struct.unpack(">II", png[16:24])
     scale = _SHOWN_PER_INCH / _SAVED_PER_INCH
     return element(
@@ -103,7 +103,7 @@ def _heading(column: Column) -> Markup:
 
 
 def _cell(column: Column, row: int, *, first: bool) -> Markup:
-    """The first cell of a row names it, unless it is a number."""
+    """One cell; the first of a row is its header, unless it is a number."""
     text, value = column.cells[row], column.values[row]
     if column.numeric:
         return element("td", text, class_="n", data_value=None if value is None else repr(value))

@@ -15,7 +15,7 @@ _MINUS = re.compile(r"(?:^|(?<=\de))-(?=[\d.])")  # of a number or its exponent
 def latex(table: Table) -> str:
     r"""A `table` environment with caption and label `tab:<key>`; needs `\usepackage{booktabs}`.
 
-    Numbers stand at the right, with a minus sign and not a hyphen.
+    Numbers are right-aligned, with a minus sign instead of a hyphen.
     """
     shown = columns(table)
     title = paragraph(table.title)

@@ -1,4 +1,4 @@
-"""Text for LaTeX that compiles with pdflatex, xelatex and lualatex, whatever the text is."""
+"""Text for LaTeX that compiles with pdflatex, xelatex and lualatex, whatever it contains."""
 
 from itertools import groupby
 
@@ -32,11 +32,11 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
 
-# Accented Latin letters as they are: every encoding of pdflatex's fonts can make these.
+# Accented Latin letters stay as they are: every encoding of pdflatex's fonts can make these.
 _SPELLED = {chr(code): chr(code) for code in [*range(0x20, 0x7F), *range(0xC0, 0x100)]}
 for _foreign in "ÐðÞþ×÷":
     del _SPELLED[_foreign]
-# U+FFFD is what LuaTeX takes for a broken file.
+# LuaTeX takes U+FFFD for a broken file.
 _SPELLED |= _ASCII | {"−": r"\ensuremath{-}", "�": "?"}
 _SPELLED |= {letter: rf"\text{name}{{}}" for letter, name in _pairs(_WORDS)}
 _SPELLED |= {letter: rf"\ensuremath{{\{name}}}" for letter, name in _pairs(_MATHEMATICS)}
@@ -45,11 +45,11 @@ _SPELLED |= {letter: rf"\ensuremath{{_{{{figure}}}}}" for letter, figure in _LOW
 
 
 def latex_text(text: str) -> str:
-    """A text as LaTeX that shows it as it is.
+    """Escape a text so that LaTeX shows it as it is.
 
-    Greek letters, usual signs, raised and lowered figures become mathematics. Letters of other
-    scripts are left to engines that know Unicode, whose font must have them; pdflatex, which would
-    stop at them, shows question marks.
+    Greek letters, common signs, superscripts and subscripts become math. Letters of other scripts
+    are left to Unicode engines, whose font must have them; pdflatex, which would stop at them,
+    shows question marks.
     """
     written = ""
     for known, letters in groupby(text, key=_SPELLED.__contains__):
@@ -57,7 +57,7 @@ def latex_text(text: str) -> str:
         if known:
             written += "".join(map(_SPELLED.__getitem__, run))
         else:
-            # What only engines that know Unicode have; it may stand in a caption too.
+            # What only Unicode engines have; it may occur in a caption too.
             written += rf"\ifdefined\Umathchar {run}\else {'?' * len(run)}\fi{{}}"
     for ligature in ("--", ",,"):
         while ligature in written:

@@ -8,16 +8,16 @@ from quantdiff.analysis.report.content import Table
 
 __all__ = ["escaped", "markdown"]
 
-# Underscores within a word are no emphasis, and names are full of them.
+# Underscores within a word are not emphasis, and names are full of them.
 _SPECIAL = re.compile(r"[\\`*\[\]<>|~$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 # What would make a paragraph a heading or a list.
 _BLOCK = re.compile(r"^(\d*)([#+=.)-])")
 
 
 def markdown(table: Table) -> str:
-    """The title, the table and its caption, as paragraphs of their own.
+    """The title, the table and its caption, as separate paragraphs.
 
-    Numbers stand at the right. All that is not ours is escaped, so that it is shown as it is.
+    Numbers are right-aligned. Everything but our own markup is escaped, and so shown as it is.
     """
     shown = columns(table)
     title = f"**{escaped(paragraph(table.title))}**"
@@ -39,5 +39,5 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape a text so that Markdown shows it as it is."""
     return _SPECIAL.sub(lambda found: f"\\{found[0]}", text)

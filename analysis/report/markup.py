@@ -1,4 +1,4 @@
-"""HTML out of elements: a text is escaped where it becomes part of one, and nowhere else."""
+"""HTML from elements: a text is escaped when it becomes part of one, and nowhere else."""
 
 import html
 
@@ -16,11 +16,11 @@ class Markup(str):
 
 
 def element(name: str, /, *content: str, **attributes: str | int | float | None) -> Markup:
-    """An element with all that is no `Markup` escaped.
+    """An element; all content that is not `Markup` is escaped.
 
     Args:
         name: of the element.
-        content: what stands in it, in order.
+        content: its content, in order.
         attributes: `class_` is the attribute `class`, `aria_label` is `aria-label`; None is left
             out.
     """
@@ -35,10 +35,10 @@ def element(name: str, /, *content: str, **attributes: str | int | float | None)
 
 
 def joined(*content: str) -> Markup:
-    """One after another; all that is no `Markup` is escaped."""
+    """Concatenate; all that is not `Markup` is escaped."""
     return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in content))
 
 
 def _escaped(text: str) -> str:
-    # Also against letters that turn the direction of what follows.
+    # `literal` also replaces characters that change the direction of what follows.
     return html.escape(literal(text), quote=True)

@@ -1,4 +1,4 @@
-"""The page of a report: one file of HTML that asks for nothing outside of itself."""
+"""The page of a report: one self-contained HTML file."""
 
 import base64
 import hashlib
@@ -11,23 +11,23 @@ from quantdiff.analysis.report.markup import Markup, element, joined
 
 __all__ = ["page"]
 
-# In print, by the characters of its longest line, a table has smaller letters (in points), and lies
-# across where they would be too small.
+# In print, a table's font size (in points) follows from the characters of its longest line; where
+# it would be too small, the table is set in landscape.
 _LETTERS, _SMALLEST = 8.5, 6.5
-_UPRIGHT, _ACROSS = 935, 1400  # points of height and characters that fill a line
+_UPRIGHT, _ACROSS = 935, 1400  # font size times characters that fill a line
 _AROUND = 3  # characters between two columns
-_BROKEN = 44  # characters, at most, of a line of a long cell
-_SHORT = 15  # rows that are kept together in print
+_BROKEN = 44  # characters per line of a long cell, at most
+_SHORT = 15  # rows that are kept together in print, at most
 
 
 def page(report: Report, pictures: Mapping[str, bytes]) -> str:
     """A report as HTML.
 
-    Style and script are allowed by their hashes alone: whatever a name holds, the browser runs
+    Style and script are allowed only by their hashes: whatever a name contains, the browser runs
     nothing else and loads nothing.
 
     Args:
-        report: links to `tables/` and `figures/` beside the page.
+        report: linked to `tables/` and `figures/` beside the page.
         pictures: key of a figure -> its PNG at 200 dpi.
     """
     style = asset("parts.css") + asset("page.css") + _print_sizes(report)
@@ -43,7 +43,7 @@ def page(report: Report, pictures: Mapping[str, bytes]) -> str:
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
-        # Or a browser would ask a server for one.
+        # Otherwise a browser would ask a server for one.
         element("link", rel="icon", href="data:,"),
         element("style", Markup(style)),
     )
@@ -137,7 +137,7 @@ def _files(stem: str, first: str, *others: str) -> Markup:
 
 
 def _print_sizes(report: Report) -> str:
-    """Rules by which no table is cut off in print, however wide."""
+    """CSS rules that keep every table, however wide, from being cut off in print."""
     rules = []
     for table in report.tables:
         line = _ACROSS if _is_across(table) else _UPRIGHT

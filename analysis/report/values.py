@@ -1,4 +1,4 @@
-"""Frames as CSV that any program reads, and that reads back to the same frame."""
+"""Frames as CSV that any program can read, and that reads back as the same frame."""
 
 import io
 import json
@@ -25,14 +25,13 @@ _KEPT = re.compile(r"[Uu]?[Ii]nt(8|16|32|64)|[Ff]loat(32|64)|bool|boolean|str|st
 def write_tables(frames: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]:
     """Write frames as `<name>.csv`, and their dtypes as `dtypes.json`.
 
-    Strings are quoted where CSV asks for it, and the empty one always, so that it is not taken for
-    a missing value, of which nothing stands in the file. Floats have the digits that give their
-    bits again. Indices are not written; letters that UTF-8 lacks (lone surrogates) become question
-    marks.
+    Strings are quoted where CSV requires it, and the empty one always, so that it is not taken for
+    a missing value, for which nothing is written. Floats have the digits that restore their bits.
+    Indices are not written; characters that UTF-8 lacks (lone surrogates) become question marks.
 
     Args:
         frames: file name without suffix -> frame, whose columns are named by unique strings.
-        folder: of the files, which exists.
+        folder: where the files go; it must exist.
 
     Returns:
         The files.
@@ -52,16 +51,16 @@ def write_tables(frames: Mapping[str, pd.DataFrame], folder: Path) -> list[Path]
 
 
 def read_table(path: str | Path) -> pd.DataFrame:
-    """Read a table or the numbers of a figure, as a report has written them.
+    """Read a table, or the numbers of a figure, that a report has written.
 
-    Columns of numbers, booleans and strings have the dtypes and the bits that they had; any other
-    column is what `settled` makes of it.
+    Columns of numbers, booleans and strings keep their dtypes and bits; any other column is what
+    `settled` makes of it.
 
     Args:
-        path: of the CSV file; `dtypes.json` lies beside it.
+        path: of the CSV file, with `dtypes.json` beside it.
 
     Raises:
-        UsageError: there is no such file, or it is none of a report.
+        UsageError: there is no such file, or it is not from a report.
     """
     from pyarrow import ArrowInvalid, csv
 
@@ -77,7 +76,7 @@ def read_table(path: str | Path) -> pd.DataFrame:
         # Not pandas' reader, which takes an empty string for a missing value.
         table = csv.read_csv(
             io.BytesIO(content),
-            # One block, which a value cannot straddle.
+            # A single block, so that no value straddles two.
             csv.ReadOptions(use_threads=False, block_size=len(content) + 1),
             csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False),
             csv.ConvertOptions(
@@ -97,11 +96,11 @@ def read_table(path: str | Path) -> pd.DataFrame:
 
 
 def settled(frame: pd.DataFrame) -> pd.DataFrame:
-    """A frame of dtypes that CSV can hold: numbers, booleans and strings stay as they are.
+    """Convert a frame to dtypes that CSV can hold: numbers, booleans and strings are kept.
 
-    Of other columns, such as those of Python objects, whole numbers alone become Int64, numbers
-    alone float64, booleans alone boolean; strings stay, and whatever else there is becomes a string
-    as `str` writes it. Missing values are allowed in all of them.
+    Other columns, such as those of Python objects, become Int64 if they hold only whole numbers,
+    float64 if only numbers, boolean if only booleans; strings are kept, and anything else becomes a
+    string by `str`. Missing values are allowed in all of them.
     """
     columns = {name: _settled(frame[name]).reset_index(drop=True) for name in frame.columns}
     return pd.DataFrame(columns)
@@ -126,14 +125,14 @@ def _settled(column: pd.Series) -> pd.Series:
 
 
 def _csv(frame: pd.DataFrame) -> str:
-    """RFC 4180 but for line ends, which are bare line feeds."""
+    """RFC 4180 except for line ends, which are bare line feeds."""
     columns = [_fields(frame[name]) for name in frame.columns]
     lines = [map(_quoted, frame.columns), *zip(*columns, strict=True)]
     return "".join(",".join(line) + "\n" for line in lines)
 
 
 def _fields(column: pd.Series) -> list[str]:
-    # Over the array and not by `tolist`, which would write a float32 with the digits of a float64.
+    # Over the array, not by `tolist`, which would write a float32 with the digits of a float64.
     return [
         "" if gone else _quoted(str(value))
         for value, gone in zip(column.array, column.isna(), strict=True)

@@ -1,4 +1,4 @@
-"""A report as files: the page, and every table and figure by itself."""
+"""A report as files: the page, and every table and figure on its own."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ REPORT = "report.html"
 def write_report(report: Report, folder: str | Path) -> list[Path]:
     """Write `report.html`, `tables/<key>.csv|.md|.tex` and `figures/<key>.png|.svg|.csv`.
 
-    The page asks for nothing outside of itself and can be sent alone; its links lead to the other
-    files where they lie beside it. `read_table` reads the CSV files.
+    The page is self-contained and can be sent alone; its links lead to the other files where they
+    are beside it. `read_table` reads the CSV files.
 
     Args:
         report: the report.
@@ -46,7 +46,7 @@ def write_report(report: Report, folder: str | Path) -> list[Path]:
         for suffix, text in (("md", markdown(table)), ("tex", latex(table))):
             written.append(tables / f"{table.key}.{suffix}")
             write_bytes(written[-1], text.encode())
-    # Last: who sees the page finds all that it names.
+    # Last, so that everything the page links to exists by then.
     path = folder / REPORT
     write_bytes(path, page(report, pictures).encode())
     return [path, *written]

@@ -1,6 +1,6 @@
 """Sweeps: models under many quantization schemes, resumable, with tables and figures.
 
-The public names are imported when they are first used: reading results must not wait for models.
+Public names are imported on first use, so that reading results need not wait for models.
 """
 
 from typing import TYPE_CHECKING

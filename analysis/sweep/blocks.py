@@ -11,21 +11,21 @@ _COARSE = {"bfloat16", "float16"}
 
 
 def of_attention(sites: Iterable[str]) -> bool:
-    """Whether one of some sites lies in an attention call, which quantdiff then computes itself."""
+    """Whether any of the sites lies in an attention call, which quantdiff then computes itself."""
     return bool(_SITES & set(sites))
 
 
 def computed_otherwise(dtypes: Iterable[str | None]) -> str | None:
-    """A sentence for those who compare with the unquantized model in bf16 or fp16.
+    """A sentence for comparisons with the unquantized model in bf16 or fp16.
 
-    There attention of some sites is computed in blocks, in fp32, or by flex attention, and that of
-    the unquantized model by its own backend, in its dtype. In fp32 both are the same to 1e-6.
+    There, attention with some sites quantized is computed in blocks, in fp32, or by flex attention,
+    and that of the unquantized model by its own backend, in its dtype. In fp32 both agree to 1e-6.
 
     Args:
-        dtypes: that the models compute in whose attention is quantized, such as `bfloat16`.
+        dtypes: those of the models whose attention is quantized, such as `bfloat16`.
 
     Returns:
-        None where there is nothing to say.
+        The sentence, or None if there is nothing to report.
     """
     coarse = sorted(_COARSE.intersection(dtypes))
     if not coarse:

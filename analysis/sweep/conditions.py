@@ -1,7 +1,7 @@
-"""What moves the last digits of results and is in no cell's id: processor, threads, batches.
+"""What changes the last digits of results but is in no cell's id: processor, threads, batches.
 
-Sums in another order are rounded otherwise, which under quantization may take a value at a rounding
-boundary to its other side, and what follows moves with it.
+Sums in a different order round differently, which under quantization may move a value across a
+rounding boundary, and with it everything computed from it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +18,14 @@ _MOVES = (
 
 
 def conditions(devices: Iterable[torch.device], batch_size: int) -> dict[str, Any]:
-    """What the record tells of a request.
+    """What is recorded about a request.
 
     Args:
-        devices: of the models.
-        batch_size: sequences in one forward pass.
+        devices: those of the models.
+        batch_size: sequences per forward pass.
 
     Returns:
-        `processors`: of a CPU the instructions that torch uses, of a GPU its name; `threads` on a
+        `processors`: for a CPU the instructions that torch uses, for a GPU its name; `threads` on a
         CPU, None without one; `batch_size`.
     """
     found = set(devices)
@@ -38,12 +38,12 @@ def conditions(devices: Iterable[torch.device], batch_size: int) -> dict[str, An
 
 
 def elsewhere(requests: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> str | None:
-    """A sentence where earlier results were computed otherwise than those that are added.
+    """A sentence if earlier results were computed under other conditions than those being added.
 
     Args:
-        requests: of the record; each a `command` and its `conditions`, or without where it was not
-            recorded.
-        now: `conditions`.
+        requests: from the record; each has a `command` and, if they were recorded, its
+            `conditions`.
+        now: the current `conditions`.
     """
     others = [told for told in dict.fromkeys(map(_told, requests)) if told != _told(now)]
     if not others:

@@ -1,4 +1,4 @@
-"""The processes of one sweep, as torchrun starts them: who takes which cell, when all are done."""
+"""The processes of one sweep under torchrun: which one takes which cell, and when all are done."""
 
 import functools
 import itertools
@@ -15,50 +15,50 @@ from quantdiff.errors import UsageError
 
 __all__ = ["Processes", "is_first"]
 
-_PAUSE = 0.1  # seconds between two looks at what the others do
+_PAUSE = 0.1  # seconds between two checks on the other processes
 _SWEEPS = itertools.count()
 
 
 def is_first() -> bool:
-    """Whether this process is alone, or the one among several that speaks."""
+    """Whether this process is alone, or the one among several that reports."""
     return int(os.environ.get("RANK", "0")) == 0 or int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 
 class Processes:
-    """This process among those of its sweep; alone where no launcher started it.
+    """This process among those of its sweep; alone if no launcher started it.
 
-    They agree through the store that torchrun keeps, in memory: what one has taken is taken, and
-    nothing is left behind when they are killed.
+    They coordinate through torchrun's in-memory store: a cell that one has taken is taken for all,
+    and nothing is left behind when they are killed.
 
     Attributes:
-        rank, size: of this process, and of them all.
+        rank, size: rank of this process, and number of processes.
 
     Raises:
-        UsageError: the environment tells of several processes, but not where they meet.
+        UsageError: the environment specifies several processes, but they cannot meet.
     """
 
     def __init__(self) -> None:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
-        # Every process counts its sweeps alike, so that a second one in a program starts anew.
+        # All processes count their sweeps alike, so that a second one in a program starts afresh.
         self._sweep = next(_SWEEPS)
         self._store = _store() if self.size > 1 else None
         self._alone: dict[str, int] = {}
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that speaks and keeps the record."""
+        """Whether this process is the one that reports and keeps the record."""
         return self.rank == 0
 
     @property
     def device(self) -> str | None:
-        """The GPU of this process; None where it is alone or there are none."""
+        """The GPU of this process; None if it is alone or there is no GPU."""
         if self.size == 1 or not torch.cuda.is_available():
             return None
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
     def take(self, cell: str) -> bool:
-        """Whether a cell is this process's to compute: no other has taken it."""
+        """Try to take a cell; True if no other process has, so that this one is to compute it."""
         return self._count(f"cell {cell}", 1) == 1
 
     def tell_done(self) -> None:
@@ -66,15 +66,15 @@ class Processes:
         self._count("cells done", 1)
 
     def done(self) -> int:
-        """Cells that all processes have done since the start."""
+        """The number of cells that all processes together have done since the start."""
         return self._count("cells done", 0)
 
     def meet(self, place: str, stop: Callable[[], bool]) -> None:
-        """Wait until all processes have come to a place, named once in a sweep.
+        """Wait until all processes have reached a place, whose name is used once per sweep.
 
         Raises:
-            Stopped: `stop` said so.
-            UsageError: one of the others has given up.
+            Stopped: `stop` returned True.
+            UsageError: another process has given up.
         """
         self._count(f"at {place}", 1)
         while self._store is not None and self._count(f"at {place}", 0) < self.size:
@@ -86,7 +86,7 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let the others know where this process leaves by an exception."""
+        """Let the others know if this process leaves with an exception."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""What each cell of a sweep computes with: schemes, a remedy, a layer or a head alone."""
+"""What each cell of a sweep computes with: schemes, a remedy, a single layer or head."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ __all__ = ["EACH", "Entry", "check_each", "each_one", "entries_of"]
 
 EACH = ("layer", "head")
 
-# Site -> where a config tells how many heads it has.
+# Site -> the config attribute that holds its number of heads.
 _HEADS = {
     "attention_logits": "num_attention_heads",
     "attention_maps": "num_attention_heads",
@@ -34,8 +34,8 @@ class Entry(NamedTuple):
     """What a cell computes with.
 
     Attributes:
-        schemes: none for the model as it is.
-        remedy: what is done to the model before.
+        schemes: empty for the unquantized model.
+        remedy: what is done to the model beforehand.
     """
 
     schemes: Together
@@ -45,10 +45,10 @@ class Entry(NamedTuple):
 def entries_of(
     wanted: Iterable[Scheme | Iterable[Scheme]], remedies: Sequence[Remedy]
 ) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-    """All schemes with all remedies that go with them; the model as it is once, without any.
+    """All schemes with all compatible remedies; the unquantized model once, without a remedy.
 
     Args:
-        wanted: schemes, and schemes together.
+        wanted: single schemes, and schemes used together.
         remedies: at least one.
 
     Returns:
@@ -75,7 +75,7 @@ def check_each(entries: Sequence[Entry], each: str) -> None:
     """Refuse what cannot be done layer by layer, or head by head.
 
     Args:
-        entries: of a sweep.
+        entries: those of a sweep.
         each: one of `EACH`.
 
     Raises:
@@ -105,18 +105,18 @@ def check_each(entries: Sequence[Entry], each: str) -> None:
 
 
 def each_one(entries: Sequence[Entry], model: nn.Module, each: str) -> tuple[Entry, ...]:
-    """The model as it is, and every entry for one layer, or one head of a layer, at a time.
+    """The unquantized model, and every entry for one layer, or one head of a layer, at a time.
 
-    Layers that hold none of an entry's sites, as those without attention have no keys, are left
-    out: whatever the bits, they would cost nothing.
+    Layers that hold none of an entry's sites (for keys, those without attention) are left out: they
+    would cost nothing at any width.
 
     Args:
-        entries: as `check_each` lets them pass.
-        model: whose layers and heads they are.
+        entries: those that `check_each` accepts.
+        model: the model with these layers and heads.
         each: one of `EACH`.
 
     Raises:
-        UsageError: the model does not tell how many heads it has.
+        UsageError: the model does not state how many heads it has.
     """
     modules = Found(model, None)
     found = [Entry(())]
@@ -129,7 +129,7 @@ def each_one(entries: Sequence[Entry], model: nn.Module, each: str) -> tuple[Ent
 
 
 def _layers(schemes: Together, found: Found) -> Sequence[int]:
-    """The layers that hold a site of some schemes; all where nothing is known of any layer."""
+    """The layers that hold a site of some schemes; all layers if none is known to."""
     every = range(len(found.layers))
     sites = {scheme.site for scheme in schemes}
     if not sites <= {*_HEADS, *_LINEAR}:
@@ -141,7 +141,7 @@ def _layers(schemes: Together, found: Found) -> Sequence[int]:
     if sites & set(_LINEAR):
         names += linear_modules(found)
     holding = {layer_of(name, found.layers) for name in names}
-    # Where a model attends may be seen only while it runs.
+    # Where a model attends may be known only once it runs.
     return [layer for layer in every if layer in holding] or every
 
 
@@ -149,7 +149,7 @@ def _heads(schemes: Together, model: nn.Module, layer: int) -> Iterator[tuple[in
     name = _HEADS[schemes[0].site]
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(config, "is_heterogeneous", False):  # refuses what each layer has of its own
+    if getattr(config, "is_heterogeneous", False):  # raises for attributes that differ by layer
         config = config.per_layer_config[layer]
     count = getattr(config, name, None) or getattr(config, "num_attention_heads", None)
     if not isinstance(count, int):

@@ -1,4 +1,4 @@
-"""The figures of a sweep: metrics against bits, a line a model, and ranges by granularity."""
+"""The figures of a sweep: metrics against bits, one line per model, and ranges by granularity."""
 
 import math
 import textwrap
@@ -33,23 +33,23 @@ from quantdiff.analysis.text import literal, shorten_apart
 
 __all__ = ["has_accuracy", "plot_sweep"]
 
-Axes: TypeAlias = Any  # of matplotlib, which has no types here
+Axes: TypeAlias = Any  # matplotlib's Axes, which are untyped here
 
-_ROW = 1.75  # inches of a row of panels
-_AROUND = 0.45  # inches of the title
-_UNDER = 0.15  # inches of a line beneath a panel's title
-_LETTERS = 14  # to an inch
-_BESIDE = 0.6  # inches that a panel leaves to its axis
-_APART = 0.06  # of the step between two widths, so that error bars do not lie on each other
-_SPREAD = 0.36  # of that step at most for all lines together
+_ROW = 1.75  # inches per row of panels
+_AROUND = 0.45  # inches for the title
+_UNDER = 0.15  # inches per line beneath a panel's title
+_LETTERS = 14  # per inch
+_BESIDE = 0.6  # inches of a panel that its axis takes
+_APART = 0.06  # of the step between two widths, so that error bars do not overlap
+_SPREAD = 0.36  # of that step, at most, for all lines together
 _DASHED = ", asymmetric"
-_RATIO = 10  # of largest to smallest, from which on an axis is logarithmic
-_DECADES = 2.5  # on an axis, up to which 2 and 5 are labelled beside 1
+_RATIO = 10  # of largest to smallest value, above which an axis is logarithmic
+_DECADES = 2.5  # on an axis, up to which 2 and 5 are labelled as well as 1
 _MARKERS = "osD^vP*X"
 _NAME = 40  # characters of a name in a legend
 _BARS = "bars are ± 1 standard error"
 _PUBLISHED = {model: f"{model}, HellaSwag, published" for model in FIGURE_8}
-_FEW = 2  # models that are named where a panel lacks them
+_FEW = 2  # missing models, at most, that a panel names
 
 
 def plot_sweep(
@@ -68,18 +68,18 @@ def plot_sweep(
 
     Args:
         results: of a sweep.
-        kind: "bits": a panel a metric, a line a model, all quantized in one way (the layout of
-            the paper's Figure 8); a panel says which models were not. For one model, with the main
-            metric of each evaluation: "ranges": one site, a panel a granularity, a line a range;
-            "sites": a line a site.
-        evaluation, metric: draw these alone.
-        model: the one; the first by default.
-        way: what to draw of `site`, `range`, `granularity` and `symmetric`. Where one way or one
-            site is drawn, it is the first that fits.
-        published: whether the paper's accuracies stand beside measured ones of attention logits,
+        kind: "bits": one panel per metric, one line per model, all quantized in one way (the
+            layout of the paper's Figure 8); a panel states which models were not. For one model,
+            with the main metric of each evaluation: "ranges": one site, one panel per granularity,
+            one line per range; "sites": one line per site.
+        evaluation, metric: draw only these.
+        model: the one model; by default the first.
+        way: which `site`, `range`, `granularity` and `symmetric` to draw. Where one way or one site
+            is drawn, it is the first that fits.
+        published: whether to show the paper's accuracies beside measured ones of attention logits,
             dashed.
-        names: what models are called, by their names in the sweep; by default short ones.
-        ax: draw the first panel here, and not in a new figure.
+        names: how to label models, by their names in the sweep; by default with short names.
+        ax: draw the first panel here instead of in a new figure.
 
     Returns:
         The new matplotlib Figure (outside of pyplot; notebooks show it, `savefig` writes it), or
@@ -136,17 +136,17 @@ def plot_sweep(
 
 
 def has_accuracy(results: SweepResults) -> bool:
-    """Whether anything was measured that the published Figure 8 can stand beside."""
+    """Whether anything was measured that the published Figure 8 can be shown beside."""
     return any(measure.is_accuracy for measure in measures(results))
 
 
 def _title(
     kind: str, rows: Sequence[Sequence[Panel]], called: Mapping[str, str], same: Collection[str]
 ) -> tuple[str, str]:
-    """The one model or how many there are, and what all panels have in common.
+    """The one model, or the number of models, and what all panels have in common.
 
     Args:
-        same: what of `WAYS` is the same in the ways of the panels.
+        same: which of `WAYS` are the same in the ways of the panels.
     """
     drawn = [panel for row in rows for panel in row]
     of_all = [line for panel in drawn for _, line in panel.curves]
@@ -166,10 +166,10 @@ def _title(
 def _own_way(
     kind: str, panel: Panel, rows: Sequence[Sequence[Panel]], same: Collection[str]
 ) -> list[str]:
-    """What the figure's title does not say of a panel's way.
+    """What the figure's title leaves out about a panel's way.
 
     Args:
-        same: what of `WAYS` is the same in the ways of the panels.
+        same: which of `WAYS` are the same in the ways of the panels.
     """
     if kind == "sites":
         return []
@@ -181,7 +181,7 @@ def _own_way(
 
 
 def _left_out(panel: Panel, called: Mapping[str, str]) -> list[str]:
-    """Which models are not in a panel, for they were not quantized in its way."""
+    """Which models are not in a panel because they were not quantized in its way."""
     if not panel.left_out:
         return []
     short = shorten_apart((literal(called[model]) for model in panel.left_out), _NAME)
@@ -225,8 +225,8 @@ def _draw(
     *,
     published: bool,
 ) -> None:
-    """Draw a panel of some; the lines of `under` stand beneath its title."""
-    # The paper quantized the logits alone.
+    """Draw one panel of `every`; the lines of `under` go beneath its title."""
+    # The paper quantized only the logits.
     comparable = panel.way.site in (None, "attention_logits")
     paper = FIGURE_8 if published and panel.measure.is_accuracy and comparable else {}
     widths = {bits for _, line in panel.curves for bits in line.points}
@@ -254,7 +254,7 @@ def _draw(
 
 
 def _points(line: Line, places: Mapping[int, int]) -> tuple[Any, Any, Any]:
-    """Where a line's points stand, their values, and their errors; NaN where there is none."""
+    """The positions, values and errors of a line's points; NaN where there is none."""
     x = np.array([float(places[bits]) for bits in line.points])
     y, error = (
         np.array([np.nan if row[entry] is None else row[entry] for row in line.points.values()])
@@ -264,10 +264,10 @@ def _points(line: Line, places: Mapping[int, int]) -> tuple[Any, Any, Any]:
 
 
 def _scale(ax: Axes, alike: Sequence[Panel]) -> bool:
-    """Make an axis logarithmic where the values of some panels span more than a decade.
+    """Make an axis logarithmic if the values of some panels span more than a decade.
 
     Returns:
-        Whether they do; then it has no place for a divergence of 0.
+        Whether it is logarithmic, so that it cannot show a divergence of 0.
     """
     points = [point for p in alike for _, line in p.curves for point in line.points.values()]
     values = [point["value"] for point in points if point["value"] is not None]
@@ -283,7 +283,7 @@ def _scale(ax: Axes, alike: Sequence[Panel]) -> bool:
 
 
 def _share(drawn: Sequence[tuple[Axes, Panel]]) -> None:
-    """Give the panels of a measure one vertical axis, labelled at the left."""
+    """Give the panels of a measure the same vertical axis, labelled at the left."""
     for measure in {panel.measure for _, panel in drawn}:
         axes = [ax for ax, panel in drawn if panel.measure == measure]
         low = min(ax.get_ylim()[0] for ax in axes)
@@ -297,11 +297,11 @@ def _share(drawn: Sequence[tuple[Axes, Panel]]) -> None:
 def _legend(
     page: Page, drawn: Sequence[tuple[Axes, Panel]], looks: Mapping[str, dict[str, Any]]
 ) -> None:
-    """One legend for all panels, in a strip of its own that is added to the page."""
+    """Add a legend for all panels to the page, in a strip of its own."""
     found: dict[str, Any] = {}
     paper: dict[str, Any] = {}
     for ax, panel in drawn:
-        # By name, for two names may be written alike.
+        # By name, as two names may have the same label.
         for (name, _), bars in zip(panel.curves, ax.containers, strict=True):
             found.setdefault(name, bars)
         paper |= {line.get_label(): line for line in ax.lines}

@@ -1,4 +1,4 @@
-"""The grid of a sweep: which schemes are asked for, and which cells they make."""
+"""The grid of a sweep: which schemes are requested, and which cells they make."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,16 +25,16 @@ _LETTERS = {
     "attention_logits": "L", "attention_maps": "P", "keys": "K", "values": "V",
     "linear_inputs": "A", "hidden_states": "H", "weights": "W",
 }  # fmt: skip
-_PROBE = 8  # bits with which a range is tried
+_PROBE = 8  # bits with which other choices are checked
 
-Together = tuple[Scheme, ...]  # the schemes of one cell; none for the model as it is
+Together = tuple[Scheme, ...]  # the schemes of one cell; empty for the unquantized model
 
 
 class SweepGrid(NamedTuple):
     """The schemes of a sweep.
 
     Attributes:
-        schemes: in the order in which they run, each once; 16 bits once, for whatever site.
+        schemes: in the order in which they run, each once; 16 bits once, whatever the site.
         notes: one sentence for each combination that was left out.
     """
 
@@ -47,13 +47,13 @@ class Cell:
     """One evaluation of one model under one scheme, or several together.
 
     Attributes:
-        id: hash of all that its result depends on.
+        id: hash of everything that its result depends on.
         model: name of the model.
         evaluation: as the user wrote it.
-        schemes: none for the model as it is, which stands for 16 bits.
+        schemes: empty for the unquantized model, which stands for 16 bits.
         data: fingerprint of the evaluation's data.
         calibration: fingerprint of what a static range comes from; None for a dynamic one.
-        remedy: what is done to the model before.
+        remedy: what is done to the model beforehand.
     """
 
     id: str
@@ -65,11 +65,11 @@ class Cell:
     remedy: Remedy = NONE
 
     def fields(self) -> dict[str, Any]:
-        """What all lines of the cell in `results.jsonl` share, but for the data and the outcome.
+        """The fields that all lines of the cell in `results.jsonl` share, except data and outcome.
 
-        Several schemes together have the sites of all, the fewest bits, and no range and
-        granularity in common; each is told in `options`, as are newest tokens, layers and heads of
-        a scheme, and a remedy.
+        Schemes used together have the sites of all, the fewest bits, and no common range or
+        granularity; `options` lists each of them, as well as newest tokens, layers and heads of a
+        scheme, and a remedy.
         """
         scheme = self.schemes[0] if len(self.schemes) == 1 else None
         options: dict[str, Any] = {}
@@ -103,15 +103,15 @@ def make_grid(
     sites: Iterable[str] = ("attention_logits",),
     symmetric: Iterable[bool] = (True,),
 ) -> SweepGrid:
-    """All combinations of some choices that make sense.
+    """All combinations of the given choices that make sense.
 
     Args:
         bits: 2 to 8; 16 adds one cell without quantization.
         ranges, granularities, sites, symmetric: as in `quantdiff.Scheme`; the granularity `""` is
-            that which a site has by default.
+            the default of the site.
 
     Raises:
-        UsageError: a choice that no site knows, or nothing is left.
+        UsageError: no site supports a choice, or no combination is left.
     """
     bits, ranges, granularities = tuple(bits), tuple(ranges), tuple(granularities)
     sites, symmetric = tuple(sites), tuple(symmetric)
@@ -149,7 +149,7 @@ def distinct(schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
 
 
 def cells_of(wanted: Iterable[Scheme | Iterable[Scheme]]) -> tuple[Together, ...]:
-    """What each cell computes with, once: single schemes, and schemes together."""
+    """What each cell computes with, each once: single schemes, and schemes used together."""
     found: dict[frozenset[Scheme], Together] = {}
     for entry in wanted:
         given = (entry,) if isinstance(entry, Scheme) else entry
@@ -159,14 +159,14 @@ def cells_of(wanted: Iterable[Scheme | Iterable[Scheme]]) -> tuple[Together, ...
 
 
 def _spelt(scheme: Scheme) -> Scheme:
-    """As `percentile` and `percentile:99.90` are one range, they must be one cell."""
+    """Spell out a parameter: `percentile` and `percentile:99.90`, one range, must be one cell."""
     if scheme.percentile is None:
         return scheme
     return replace(scheme, range=f"{scheme.observer}:{scheme.percentile:.12g}")
 
 
 def short_name(schemes: Together) -> str:
-    """A name for a narrow column, such as `L4` or `W8A8+KV8`; `fp` for the model as it is."""
+    """A name for a narrow column, such as `L4` or `W8A8+KV8`; `fp` for the unquantized model."""
     if len(schemes) == 1:
         (scheme,) = schemes
         newest = f"r{scheme.newest}" if scheme.newest else ""
@@ -175,10 +175,10 @@ def short_name(schemes: Together) -> str:
 
 
 def where(options: Mapping[str, Any]) -> str:
-    """What a short name does not say of a cell: its remedy, and the layers and heads it is for.
+    """What a cell's short name leaves out: its remedy, and the layers and heads it is for.
 
     Args:
-        options: of a line of `results.jsonl`.
+        options: those of a line of `results.jsonl`.
     """
     told = ""
     schemes = options.get("schemes", [options])
@@ -195,7 +195,7 @@ def _told(scheme: Scheme) -> dict[str, Any]:
 
 
 def _some(scheme: Scheme) -> dict[str, Any]:
-    """Of which tokens, layers and heads a scheme is, where it is not of all."""
+    """The tokens, layers and heads that a scheme is for, where it is not for all."""
     told: dict[str, Any] = {"newest": scheme.newest} if scheme.newest else {}
     numbers = (("layers", scheme.layers), ("heads", scheme.heads))
     return told | {name: list(of_one) for name, of_one in numbers if of_one is not None}
@@ -204,7 +204,7 @@ def _some(scheme: Scheme) -> dict[str, Any]:
 def _check_each(
     bits: Sequence[int], ranges: Sequence[str], granularities: Sequence[str], sites: Sequence[str]
 ) -> None:
-    """Refuse what is not known at all, as distinct from what does not go together."""
+    """Refuse unknown choices, as opposed to incompatible ones."""
     for site in sites:
         _one_fits([(site, _PROBE, "dynamic", "")])
     for width in bits:

@@ -27,16 +27,16 @@ __all__ = [
     "without_folders",
 ]
 
-_LENGTH = 20  # hex digits of a cell's id: no two of 10⁹ cells are alike
+_LENGTH = 20  # hex digits of a cell's id: no two of 10⁹ cells share one
 
-# Entries of a config that say where a model comes from, how it was saved or what it may be used
-# for; what it computes with is in the tensors, the class and the other entries.
+# Entries of a config about where a model comes from, how it was saved or what it may be used for;
+# what it computes with is in the tensors, the class and the other entries.
 _UNIMPORTANT = {
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "auto_map",
     "architectures", "dtype", "torch_dtype", "use_cache", "_attn_implementation",
     "_attn_implementation_internal", "_attn_implementation_autoset",
 }  # fmt: skip
-_PLACES = {"name_or_path", "is_local", "local_files_only"}  # entries of a tokenizer, beside files
+_PLACES = {"name_or_path", "is_local", "local_files_only"}  # a tokenizer's locations, besides files
 
 
 def cell_id(
@@ -50,20 +50,19 @@ def cell_id(
     calibration: str | None,
     remedy: tuple[str, str | None] | None = None,
 ) -> str:
-    """The id of a cell: equal if and only if all is equal that the result depends on.
+    """The id of a cell: equal if and only if everything that the result depends on is equal.
 
-    But for its last digits, which the processor, threads and batches have a part in: those are
-    recorded beside (`conditions`).
+    The exception is what changes only its last digits, such as processor, threads and batches: that
+    is recorded separately (`conditions`).
 
     Args:
         model: fingerprint.
-        device: its type; a GPU sums in another order than a CPU.
-        evaluation: its name; in which folder its file lies does not matter.
+        device: its type; a GPU sums in a different order than a CPU.
+        evaluation: its name; the folder of its file does not matter.
         data, settings: of the evaluation.
-        schemes: none for the model as it is; their order does not matter.
+        schemes: empty for the unquantized model; their order does not matter.
         calibration: fingerprint of what a static range comes from.
-        remedy: its name, and the fingerprint of the text that it sees, if it sees any; None for no
-            remedy.
+        remedy: its name, and the fingerprint of the text that it sees, if any; None for no remedy.
     """
     return _hash({
         "model": model,
@@ -81,18 +80,18 @@ def cell_id(
 def deciding_versions() -> dict[str, str]:
     """Versions of what computes every result; the others change no number or are in the data.
 
-    Those of a library that computes with a quantized checkpoint are the model's.
+    Those of libraries that compute with a quantized checkpoint belong to the model.
     """
     known = versions()
     return {name: known[name] for name in ("quantdiff", "torch", "transformers")}
 
 
 def model_fingerprint(model: nn.Module, tokenizer: Any) -> str:
-    """SHA-256, as hex, over all that a model computes with, and its tokenizer.
+    """SHA-256, as hex, over everything that a model computes with, and its tokenizer.
 
     That is its class, config, attention implementation and tensors, the code that is part of no
-    installed library, and the version of what a quantized checkpoint is computed with. Where it was
-    loaded from and where it lies do not matter; its dtype does.
+    installed library, and the version of the library that computes with a quantized checkpoint.
+    Where it was loaded from and where it is held do not matter; its dtype does.
     """
     config = getattr(model, "config", None)
     about = {
@@ -100,7 +99,7 @@ def model_fingerprint(model: nn.Module, tokenizer: Any) -> str:
         "attention": getattr(config, "_attn_implementation", None),
         "config": None if config is None else _important(config.to_dict()),
     }
-    # Entries that most models have not: their results from before there were these count.
+    # Entries that most models lack; their results from before these were added stay valid.
     beside = {
         "code": own_code([*model.modules(), tokenizer]),
         "quantizers": quantizer_versions(model),
@@ -136,22 +135,23 @@ def table_fingerprint(table: CalibrationTable) -> str:
 
 
 def without_folders(evaluation: str) -> str:
-    """An evaluation without the folders that its file lies in."""
+    """An evaluation without the folders of its file."""
     kind, colon, argument = evaluation.partition(":")
     return f"{kind}{colon}{PurePath(argument).name}"
 
 
 def _told(scheme: Scheme) -> dict[str, Any]:
-    """A scheme, without what is left out: results from before there was such an entry count."""
+    """A scheme without unset entries that were added later, so that earlier results stay valid."""
     left_out = (("heads", None), ("newest", 0))
     return {name: value for name, value in asdict(scheme).items() if (name, value) not in left_out}
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, str]:
-    """Dtypes of floating buffers outside of the state dict, but for fp32, by name.
+    """Dtypes of floating-point buffers outside the state dict, except fp32, by name.
 
     A model that was loaded in bf16 has rotary frequencies in fp32, and one that was converted to
-    bf16 has them rounded; else the two are alike. What the buffers hold follows from the config.
+    bf16 has them rounded; otherwise the two are the same. What the buffers hold follows from the
+    config.
     """
     kept = model.state_dict().keys()
     return {
@@ -162,7 +162,7 @@ def _unsaved_buffers(model: nn.Module) -> dict[str, str]:
 
 
 def _rules(tokenizer: Any) -> Any:
-    """What a tokenizer makes tokens by."""
+    """The rules by which a tokenizer makes tokens."""
     about = [type(tokenizer).__qualname__, getattr(tokenizer, "special_tokens_map", None)]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -174,12 +174,12 @@ def _rules(tokenizer: Any) -> Any:
         }
         return [*about, vocabulary, given, _vocabulary_files(tokenizer)]
     rules = json.loads(backend.to_str())
-    # What the last call padded and cut; every call sets it anew.
+    # Padding and truncation are those of the last call; every call sets them anew.
     return [*about, {k: v for k, v in rules.items() if k not in ("padding", "truncation")}]
 
 
 def _vocabulary_files(tokenizer: Any) -> dict[str, str]:
-    """SHA-256 of what a tokenizer saves its vocabulary as: merges and scores are in no list."""
+    """SHA-256 of a tokenizer's vocabulary files, the only place with merges and scores."""
     if not hasattr(tokenizer, "save_vocabulary"):
         return {}
     with tempfile.TemporaryDirectory() as folder:

@@ -26,10 +26,10 @@ __all__ = [
 
 
 class Way(NamedTuple):
-    """What tells two ways of quantizing apart, beside their bits; see `results.jsonl`.
+    """What distinguishes two ways of quantizing, apart from their bits; see `results.jsonl`.
 
-    Several sites together have their short name for a site, `schemes` for what that name does not
-    say, and nothing else but a remedy.
+    Several sites together have their short name as `site`, what that name leaves out as `schemes`,
+    and nothing else except a remedy.
     """
 
     site: str | None = None
@@ -42,7 +42,7 @@ class Way(NamedTuple):
 
 
 WAYS = Way._fields
-NO_WAY = Way()  # of a model that was only seen as it is
+NO_WAY = Way()  # of a model that was only evaluated unquantized
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Measure:
     Attributes:
         evaluation: name.
         metric: name.
-        source: what the evaluation is called beside the others, see `evaluation_labels`.
+        source: label of the evaluation among the others; see `evaluation_labels`.
     """
 
     evaluation: str
@@ -61,23 +61,23 @@ class Measure:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether the published Figure 8 can stand beside it."""
+        """Whether the published Figure 8 can be shown beside it."""
         return self.metric.rpartition(":")[2].startswith("acc")
 
     @property
     def label(self) -> str:
-        """For a title: the metric, and the evaluation where that is another word."""
+        """For a title: the metric, and the evaluation if it is called something else."""
         return self.metric if self.metric == self.source else f"{self.metric} · {self.source}"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One model, quantized in one way, to several widths.
+    """One model, quantized in one way to several widths.
 
     Attributes:
         model: name.
         way: values of `WAYS`, or `NO_WAY`.
-        points: bits -> line of `results.jsonl`, widest first; a failed cell's has no value.
+        points: bits -> line of `results.jsonl`, widest first; that of a failed cell has no value.
     """
 
     model: str
@@ -86,7 +86,7 @@ class Line:
 
 
 def measures(results: SweepResults) -> list[Measure]:
-    """All metrics, each evaluation's own after one another; the first of each is its main one."""
+    """All metrics, grouped by evaluation; the first of each evaluation is its main one."""
     found: dict[str, dict[str, None]] = {}
     for row in results.rows:
         of_one = found.setdefault(row["eval"], {})
@@ -101,8 +101,8 @@ def measures(results: SweepResults) -> list[Measure]:
 def lines(results: SweepResults, measure: Measure) -> list[Line]:
     """A metric as lines, model by model, in the order of the grid.
 
-    Cells of some layers or heads are no lines over bits; `quantdiff.analysis.sensitivity` reads
-    them.
+    Cells of only some layers or heads are left out, as they form no line over bits;
+    `quantdiff.analysis.sensitivity` reads them.
     """
     found: dict[str, dict[Way, dict[int, Row]]] = {model: {} for model in results.models}
     references: dict[str, Row] = {}
@@ -118,7 +118,7 @@ def lines(results: SweepResults, measure: Measure) -> list[Line]:
             continue
         how = options.get("symmetric"), options.get("newest"), None, options.get("remedy")
         way = Way(row["site"], row["range"], row["granularity"], *how)
-        if "schemes" in options:  # its bits alone do not tell which it is
+        if "schemes" in options:  # its bits alone do not identify it
             way = Way(row["scheme"], schemes=_unsaid(options["schemes"]), remedy=how[-1])
         found[row["model"]].setdefault(way, {})[row["bits"]] = row
     result = []
@@ -134,17 +134,17 @@ def lines(results: SweepResults, measure: Measure) -> list[Line]:
 
 
 def _unsaid(schemes: Sequence[Mapping[str, Any]]) -> str | None:
-    """In what schemes together are not those that their short name stands for, in words.
+    """How schemes used together differ from those that their short name stands for, in words.
 
     Args:
-        schemes: of the `options` of a line.
+        schemes: from the `options` of a line.
     """
     usual = {site: usual for sites, *usual in SHORT.values() for site in sites}
     found = []
     for one in sorted(schemes, key=lambda one: list(usual).index(one["site"])):
         granularity, symmetric = usual[one["site"]]
         told = [] if one["range"] == "dynamic" else [one["range"]]
-        # The name says the size of groups.
+        # The name includes the size of groups.
         if one["granularity"] != granularity and not one["granularity"].startswith("group:"):
             told.append(one["granularity"])
         if one["symmetric"] != symmetric:
@@ -155,23 +155,23 @@ def _unsaid(schemes: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def of_some(row: Row) -> bool:
-    """Whether a cell is of some layers or heads."""
+    """Whether a cell is of only some layers or heads."""
     schemes = row["options"].get("schemes", [row["options"]])
     return any("layers" in one or "heads" in one for one in schemes)
 
 
 def same_in(ways: Iterable[Way]) -> list[str]:
-    """Which of `WAYS` are the same in several ways; models as they are have none to differ in."""
+    """Which of `WAYS` are the same in several ways; unquantized models are ignored."""
     known = {way for way in ways if way != NO_WAY}
     return [name for place, name in enumerate(WAYS) if len({way[place] for way in known}) == 1]
 
 
 def way_label(way: Way, leave_out: Collection[str] = ()) -> str:
-    """A way of quantizing in words, such as `mse, head`; that a grid is symmetric is not said.
+    """A way of quantizing in words, such as `mse, head`; a symmetric grid is not mentioned.
 
     Args:
         way: values of `WAYS`.
-        leave_out: of `WAYS`.
+        leave_out: names in `WAYS` to leave out.
     """
     told = way._asdict()
     told["site"] = str(told["site"]).replace("_", " ")
@@ -183,7 +183,7 @@ def way_label(way: Way, leave_out: Collection[str] = ()) -> str:
 
 
 def model_labels(models: Sequence[str]) -> dict[str, str]:
-    """Short names of models: without their folders, where that tells them apart."""
+    """Short names of models: without their folders, where they stay distinct."""
     ends = {model: PurePath(model).name or model for model in models}
     return {
         model: end if list(ends.values()).count(end) == 1 else model for model, end in ends.items()
@@ -191,7 +191,7 @@ def model_labels(models: Sequence[str]) -> dict[str, str]:
 
 
 def evaluation_labels(evaluations: Iterable[str]) -> dict[str, str]:
-    """Short names of evaluations: of a file's path the shortest end that no other one has."""
+    """Short names of evaluations: the shortest end of a file's path that no other one has."""
     ends = {name: _ends(name) for name in evaluations}
     labels = {}
     for name, mine in ends.items():

@@ -1,4 +1,4 @@
-"""The results of a sweep, as they lie in a folder."""
+"""The results of a sweep, as stored in a folder."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +24,18 @@ _NUMBERS = _WHOLE | dict.fromkeys(("value", "stderr"), "float64")
 
 @dataclass(eq=False)
 class SweepResults:
-    """What a sweep found so far.
+    """The results of a sweep so far.
 
     Attributes:
-        folder: where it lies.
+        folder: where they are stored.
         record: the content of `sweep.json`: `models` with their fingerprints, evaluations and
             calibration, `cells`, `asked` (those of the last call), `definitions` and `requests`
             (not in folders of earlier versions), `versions`, `commands`.
-        rows: the lines of `results.jsonl` that count, as they stand there, in the order of the
-            grid; of a cell that failed several times the last one. An evaluation whose file was
-            named in several ways has its first name, also in `record`.
-        labels: evaluation -> what it is called, where it is to be told from others than those of
-            the rows too.
+        rows: the lines of `results.jsonl` that count, as written there, in the order of the grid;
+            for a cell that failed several times, the last one. An evaluation whose file was named
+            in several ways has its first name, also in `record`.
+        labels: evaluation -> its label, where this must also differ from evaluations that are not
+            in the rows.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class SweepResults:
 
     @classmethod
     def load(cls, folder: str | Path) -> "SweepResults":
-        """Read a folder, also while a sweep is running there.
+        """Read a folder, even while a sweep is running there.
 
         Raises:
             UsageError: it holds no sweep, or one that cannot be read.
@@ -59,7 +59,7 @@ class SweepResults:
 
     @property
     def models(self) -> list[str]:
-        """Names of the models, in the order in which they were first asked for."""
+        """Names of the models, in the order in which they were first requested."""
         return list(self.record["models"])
 
     @property
@@ -69,21 +69,21 @@ class SweepResults:
 
     @property
     def missing(self) -> int:
-        """How many cells were neither finished nor failed."""
+        """The number of cells that have neither finished nor failed."""
         return len(self.record["cells"]) - len({row["cell"] for row in self.rows})
 
     def frame(self) -> pd.DataFrame:
-        """One row a cell and metric, with the columns `COLUMNS`.
+        """One row per cell and metric, with the columns `COLUMNS`.
 
-        `options` of the lines is spread out to `symmetric`, `newest`, `layers`, `heads` (of schemes
-        together where they agree) and `remedy`. The row of the model as it is, which stands for 16
-        bits, has no site, range, granularity and symmetry, for it serves all of them.
+        `options` of the lines is split into `symmetric`, `newest`, `layers`, `heads` (for schemes
+        used together, where they agree) and `remedy`. The row of the unquantized model, which
+        stands for 16 bits, has no site, range, granularity or symmetry, as it serves all of them.
         """
         rows = [_spread(row["options"]) | row for row in self.rows]
         return pd.DataFrame(rows, columns=list(COLUMNS)).astype(_NUMBERS)
 
     def items(self, cell: str) -> dict[str, NDArray[Any]]:
-        """The results of each question or window of a cell, by which models compare pairwise.
+        """The results per question or window of a cell, so that models can be compared pairwise.
 
         Raises:
             UsageError: there are none.
@@ -111,7 +111,7 @@ class SweepResults:
 
 
 def _unite_names(record: Record, rows: list[Row]) -> None:
-    """Let an evaluation have the name under which a model's cells of it were first asked for."""
+    """Give each evaluation the name under which a model's cells of it were first requested."""
     for model, about in record["models"].items():
         first: dict[tuple[str, str], str] = {}
         kept: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def _unite_names(record: Record, rows: list[Row]) -> None:
 
 
 def _spread(options: dict[str, Any]) -> dict[str, Any]:
-    """What a cell's schemes have in common of their options, and its remedy."""
+    """The options that a cell's schemes have in common, and its remedy."""
     schemes = options.get("schemes", [options])
     told: dict[str, Any] = {"remedy": options.get("remedy")}
     for name in ("symmetric", "newest", "layers", "heads"):

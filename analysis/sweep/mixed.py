@@ -1,4 +1,4 @@
-"""Bits shared out among a model's layers under a budget, beside the same bits everywhere."""
+"""Bits allocated to a model's layers under a budget, compared with the same bits everywhere."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,13 +40,13 @@ __all__ = ["Plan", "check_budget", "mixed_table", "plan_bits", "plot_plan", "sav
 
 @dataclass(frozen=True)
 class Plan:
-    """Bits of every layer under a budget, and the same bits everywhere under the same budget.
+    """Bits of each layer under a budget, and the same bits everywhere under the same budget.
 
     Attributes:
-        sensitivity: by which bits were shared out.
-        budget: bits of the average layer, at most.
-        curve: the best allocations from the most bits down to the budget, see `share_out`.
-        uniform: the most bits that were tried in all layers and that keep the budget.
+        sensitivity: the costs by which bits were allocated.
+        budget: maximum average bits per layer.
+        curve: the best allocations from the most bits down to the budget; see `share_out`.
+        uniform: the most bits that were tried in all layers and are within the budget.
     """
 
     sensitivity: Sensitivity
@@ -56,16 +56,16 @@ class Plan:
 
     @property
     def best(self) -> Allocation:
-        """The allocation that keeps the budget."""
+        """The best allocation within the budget."""
         return self.curve[-1]
 
     @property
     def wanted(self) -> list[tuple[Scheme, ...]]:
-        """What is to be measured: mixed bits, and uniform ones."""
+        """The schemes to measure: with mixed bits, and with uniform ones."""
         return [tuple(self.best.schemes()), tuple(self.sensitivity.uniform(self.uniform))]
 
     def measured(self, results: SweepResults) -> list[float | None]:
-        """What `wanted` really costs, each, once a sweep has computed it; else None."""
+        """The actual cost of each of `wanted`; None until a sweep has computed it."""
         one = self.sensitivity
         found: list[float | None] = []
         for schemes in self.wanted:
@@ -98,7 +98,7 @@ class Plan:
         }
 
     def frame(self, results: SweepResults) -> pd.DataFrame:
-        """One row an allocation: what it is, its average bits, expected and measured costs."""
+        """One row per allocation: kind, average bits, expected and measured costs, layers' bits."""
         rows: list[dict[str, Any]] = [
             {"kind": "mixed", "average": one.average, "expected": one.expected, "measured": None}
             | {f"layer {layer}": bits for layer, bits in one.bits.items()}
@@ -123,11 +123,11 @@ def check_budget(wanted: Iterable[Iterable[Scheme]], budget: float) -> None:
     """Refuse a budget that no layer could keep, before anything is measured.
 
     Args:
-        wanted: schemes that are used together, each.
-        budget: bits of the average layer.
+        wanted: groups of schemes that are used together.
+        budget: average bits per layer.
 
     Raises:
-        UsageError: it is below the fewest bits, or schemes together have different bits.
+        UsageError: it is below the fewest bits, or schemes used together have different bits.
     """
     fewest: dict[Any, int] = {}
     for schemes in wanted:
@@ -153,12 +153,11 @@ def _check_alike(schemes: Sequence[Scheme]) -> None:
 
 
 def plan_bits(sensitivity: Sensitivity, budget: float) -> Plan:
-    """Share bits out among the layers under a budget of average bits.
+    """Allocate bits to the layers under a budget of average bits.
 
     Raises:
         UsageError: a budget below the fewest bits that were measured, or below those that were
-            measured in all layers; costs of heads; or schemes that are used together with
-            different bits.
+            measured in all layers; costs of heads; or different bits in schemes used together.
     """
     _check_alike(sensitivity.template)
     curve = tuple(share_out(sensitivity, budget))
@@ -172,7 +171,7 @@ def plan_bits(sensitivity: Sensitivity, budget: float) -> Plan:
 
 
 def mixed_table(plan: Plan, results: SweepResults) -> RenderableType:
-    """Mixed and uniform bits under a budget: what was expected of them, and what was measured."""
+    """A table of mixed and uniform bits under a budget: expected and measured costs."""
     one = plan.sensitivity
     name = literal(model_labels([one.model])[one.model])
     title = f"{name} · {sensitivity_name(one)} · at most {plan.budget:g} bits on average"
@@ -194,10 +193,10 @@ def mixed_table(plan: Plan, results: SweepResults) -> RenderableType:
 
 
 def plot_plan(plan: Plan, results: SweepResults) -> Any:
-    """Draw expected costs against average bits, mixed and uniform, and what was measured.
+    """Draw expected and measured costs against average bits, mixed and uniform.
 
     Returns:
-        A matplotlib Figure, outside of pyplot.
+        A matplotlib Figure, outside pyplot.
     """
     frame, one = plan.frame(results), plan.sensitivity
     colors = model_colors(["mixed", "uniform"])

@@ -1,4 +1,4 @@
-"""Work that several cells need and that is done, or fails, once."""
+"""Work that several cells need and that is done, or fails, only once."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def once(work: Callable[[], T]) -> Callable[[], T]:
-    """A function that does some work when it is first called, and then gives what came of it.
+    """Wrap work in a function that does it on the first call and always returns its result.
 
-    An exception is raised again each time, so that what takes long is not tried again and again;
-    `Stopped` is none of these, for the work was not done then.
+    An exception is raised again on each call, so that slow work is not retried over and over.
+    After `Stopped` the work is tried again, as it was not done.
     """
     done: list[T] = []
     failed: list[Exception] = []
@@ -28,7 +28,7 @@ def once(work: Callable[[], T]) -> Callable[[], T]:
             except Exception as error:
                 failed.append(error)
         if failed:
-            # Without its traceback, which would grow and hold the tensors of every frame.
+            # Without its traceback, which would grow and keep the tensors of every frame alive.
             raise failed[0].with_traceback(None)
         return done[0]
 

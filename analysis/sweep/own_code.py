@@ -1,4 +1,4 @@
-"""What a model computes with that the versions of every result do not tell."""
+"""What a model computes with that the versions recorded with every result do not cover."""
 
 import ast
 import hashlib
@@ -17,32 +17,32 @@ from torch import nn
 
 __all__ = ["own_code", "quantizer_versions"]
 
-_RECORDED = {"torch", "transformers", "quantdiff"}  # whose versions decide every cell
+_RECORDED = {"torch", "transformers", "quantdiff"}  # their versions are part of every cell's id
 _LIBRARIES = {"site-packages", "dist-packages"}  # folders that packages are installed into
 
-# Distribution, by the package that modules come from and by a config's `quant_method`, which alone
-# tells where the library works on modules of torch.
+# Distribution, by the package that modules come from and by a config's `quant_method`, which is the
+# only indication where the library works on modules of torch.
 _QUANTIZERS = {
     "bitsandbytes": "bitsandbytes",
     "compressed_tensors": "compressed-tensors",
     "gptqmodel": "gptqmodel",
     "optimum": "optimum-quanto",
 }
-_METHODS = {"quanto": "optimum-quanto", "gptq": "gptqmodel"}  # the others are called as these
+_METHODS = {"quanto": "optimum-quanto", "gptq": "gptqmodel"}  # other methods: the same name
 
 
 def own_code(objects: Iterable[object]) -> list[str]:
-    """SHA-256, as hex, of the files that the classes of some objects come from.
+    """SHA-256, as hex, of the files that define the classes of some objects.
 
-    With those that these import, as far as they are part of no installed library: modelling code
-    that a checkpoint brings, or a checkout. Of a script, or a notebook, only the methods of its
-    classes count, for it changes with all that is asked of the model.
+    The files that these import are included. Only files that are part of no installed library
+    count: modelling code that comes with a checkpoint, or a checkout. Of a script, or a notebook,
+    only the methods of its classes count, as it changes with everything done with the model.
 
     Args:
         objects: modules and a tokenizer.
 
     Returns:
-        Sorted, so that it does not matter where the files lie; empty where all is installed.
+        Sorted, so that the location of the files does not matter; empty if all is installed.
     """
     classes = _classes(objects)
     names = {one.__module__ for one in classes} & sys.modules.keys()
@@ -66,7 +66,7 @@ def quantizer_versions(model: nn.Module) -> dict[str, str]:
         wanted.add(_METHODS.get(name, name))
     versions = {}
     for name in sorted(wanted):
-        with suppress(metadata.PackageNotFoundError):  # transformers itself does some methods
+        with suppress(metadata.PackageNotFoundError):  # transformers implements some methods itself
             versions[name] = metadata.version(name)
     return versions
 
@@ -76,7 +76,7 @@ def _classes(objects: Iterable[object]) -> set[type]:
 
 
 def _reached(modules: Iterable[ModuleType]) -> list[ModuleType]:
-    """Modules that are part of no library, and those among what they import."""
+    """The modules that are part of no library, and such modules among their imports."""
     found: dict[str, ModuleType] = {}
     left = list(modules)
     while left:
@@ -89,9 +89,9 @@ def _reached(modules: Iterable[ModuleType]) -> list[ModuleType]:
 
 
 def _imported(module: ModuleType) -> Iterator[str]:
-    """Names of the modules that a module's source imports as it is loaded.
+    """Names of the modules that a module's source imports when it is loaded.
 
-    Not by its attributes: those of a package are all of its modules that anybody has imported.
+    Not taken from its attributes: those of a package include every submodule imported anywhere.
     """
     try:
         left: list[ast.AST] = [ast.parse(Path(str(module.__file__)).read_bytes())]
@@ -104,13 +104,13 @@ def _imported(module: ModuleType) -> Iterator[str]:
                 parts = alias.name.split(".")
                 yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         elif isinstance(node, ast.ImportFrom):
-            with suppress(ImportError):  # caught there as well, or the module would not be loaded
+            with suppress(ImportError):  # caught there too, or the module would not be loaded
                 source = resolve_name("." * node.level + (node.module or ""), module.__package__)
                 for alias in node.names:
                     name = f"{source}.{alias.name}"
                     bound = getattr(sys.modules.get(source), alias.name, None)
                     yield name if name in sys.modules and sys.modules[name] is bound else source
-        # What a function imports is there once it has run, which must not matter.
+        # What a function imports is loaded once it has run, which must not matter.
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             left += ast.iter_child_nodes(node)
 
@@ -125,7 +125,7 @@ def _is_own(module: ModuleType) -> bool:
 
 
 def _methods(one: type) -> str:
-    """SHA-256, as hex, of a class's methods, as far as their source is known."""
+    """SHA-256, as hex, of those methods of a class whose source is available."""
     digest = hashlib.sha256(one.__qualname__.encode())
     for _, value in sorted(vars(one).items()):
         if inspect.isfunction(value):

@@ -1,4 +1,4 @@
-"""What stands in which panel of a sweep's figures."""
+"""What each panel of a sweep's figures shows."""
 
 import math
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Panel:
         label: of its vertical axis.
         measure: what is drawn.
         curves: the lines with their names in the legend.
-        left_out: models that have lines, but none in the way of the panel.
+        left_out: models that have lines, but none for the panel's way of quantizing.
     """
 
     title: str
@@ -110,13 +110,13 @@ def panels(
 
 
 def _wrapped(row: list[Panel]) -> list[list[Panel]]:
-    """Some panels in rows that fit on a page; four are two rows of two."""
+    """Split panels into rows that fit on a page; four become two rows of two."""
     columns = math.ceil(len(row) / math.ceil(len(row) / _COLUMNS))
     return [row[i : i + columns] for i in range(0, len(row), columns)]
 
 
 def _chosen(of_one: list[Line], way: Mapping[str, Any]) -> list[Line]:
-    """Lines of a way, and models that were only seen as they are."""
+    """Lines of a way, and models that were only evaluated unquantized."""
     unknown = set(way) - set(WAYS)
     if unknown:
         raise UsageError(f"a way has no {unknown.pop()!r}; it has {', '.join(WAYS)}")
@@ -137,19 +137,19 @@ def _bits_panel(measure: Measure, of_one: list[Line], every: list[Line]) -> Pane
 
 
 def _sites(of_one: list[Line]) -> list[Line]:
-    """The first line of each site."""
+    """The first line of each combination of site, schemes and remedy."""
     first = {(line.way.site, line.way.schemes, line.way.remedy): line for line in reversed(of_one)}
     return [line for line in of_one if line in first.values()]
 
 
 def _sites_panel(measure: Measure, of_one: list[Line], same: list[str]) -> Panel:
-    """Lines that are named by their site, and by what differs in any panel."""
+    """A panel whose lines are named by their site and by what differs in any panel."""
     curves = tuple((way_label(line.way, {*same} - {"site"}), line) for line in of_one)
     return Panel(measure.source, measure.metric, measure, curves)
 
 
 def _range_panels(measure: Measure, of_one: list[Line], source: str) -> list[Panel]:
-    """A panel a granularity, of the first site; `source` stands along the axis."""
+    """One panel per granularity of the first site; `source` is shown along the axis."""
     curves: dict[str, list[tuple[str, Line]]] = {}
     for line in of_one:
         if line.way.site == of_one[0].way.site:
@@ -174,7 +174,7 @@ def sweep_figure_data(
     model: str | None = None,
     way: Mapping[str, Any] | None = None,
 ) -> pd.DataFrame:
-    """The numbers that `plot_sweep` draws, one row a point; its arguments are the same.
+    """The numbers that `plot_sweep` draws, one row per point; see there for the arguments.
 
     Raises:
         UsageError: as `plot_sweep`.

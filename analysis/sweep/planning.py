@@ -32,13 +32,13 @@ from quantdiff.quantization.remedy import NONE
 
 __all__ = ["Model", "Opened", "Request", "Shelf"]
 
-# A name that `quantdiff.load` takes, or a model that is there: itself, its tokenizer, a name.
+# A name that `quantdiff.load` accepts, or a model in memory: itself, its tokenizer, a name.
 Model: TypeAlias = str | Path | tuple[nn.Module, Any, str]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a sweep; see `sweep`, whose arguments these are."""
+    """What is requested of a sweep; see the arguments of `sweep`."""
 
     models: tuple[Model, ...]
     entries: tuple[Entry, ...]
@@ -60,16 +60,16 @@ class Request:
 
 @dataclass
 class Opened:
-    """A model in memory, with all that its cells need.
+    """A model in memory, with everything its cells need.
 
     Attributes:
-        name: of the model.
-        model: itself.
-        fingerprint: of the model and its tokenizer.
-        evaluations: made for it, by name.
-        ranges: its static ranges; None where no scheme asks for them.
-        windows: the text that remedies see; None where none reads.
-        cells: of the model, by evaluation.
+        name: name of the model.
+        model: the model itself.
+        fingerprint: that of the model and its tokenizer.
+        evaluations: those built for the model, by name.
+        ranges: its static ranges; None if no scheme needs them.
+        windows: the text that remedies see; None if none reads text.
+        cells: those of the model, by evaluation.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Opened:
     cells: dict[str, list[Cell]]
 
     def about(self, text: Text) -> dict[str, Any]:
-        """What `sweep.json` says of the model."""
+        """What `sweep.json` records about the model."""
         told = describe(self.model)
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         quantizers = quantizer_versions(self.model)
@@ -96,7 +96,7 @@ class Opened:
                 name: {
                     "source": source_of(made, text),
                     "data": made.data,
-                    # As it will be read: JSON knows no tuples.
+                    # As it will be read back: JSON has no tuples.
                     "settings": json.loads(json.dumps(made.settings)),
                 }
                 for name, made in self.evaluations.items()
@@ -109,10 +109,10 @@ class Opened:
 
 
 class Shelf:
-    """The models of a sweep, of which one at a time is in memory (but for those that were given).
+    """The models of a sweep, one in memory at a time (besides those given in memory).
 
     Attributes:
-        tables: those that the user gave.
+        tables: the calibration tables that the user gave.
     """
 
     def __init__(self, request: Request, tables: Tables) -> None:
@@ -121,10 +121,10 @@ class Shelf:
         self._opened: Opened | None = None
 
     def open(self, number: int) -> Opened:
-        """A model with its evaluations and cells; the one before is released.
+        """Open a model with its evaluations and cells, releasing the previous one.
 
         Raises:
-            UsageError: it cannot be opened, or does not go with the evaluations or the ranges.
+            UsageError: it cannot be opened, or does not fit the evaluations or the ranges.
         """
         if self._at != number:
             self._release()
@@ -180,7 +180,7 @@ class Shelf:
                 _cell(name, fingerprint, device, wanted, made, entry, ranges, windows)
                 for entry in entries
             ]
-            # One file may be named in two ways, and is evaluated once.
+            # A file may be named in two ways but is evaluated once.
             cells[wanted] = [cell for cell in own if cell.id not in seen]
             seen |= {cell.id for cell in own}
         return Opened(name, model, fingerprint, evaluations, ranges, windows, cells)

@@ -1,4 +1,4 @@
-"""How far a sweep is, and how long it still takes."""
+"""How far a sweep has come, and how long it will still take."""
 
 import time
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ from quantdiff.analysis.sweep.grid import Cell, short_name, where
 
 __all__ = ["Progress", "Tracker"]
 
-_ENOUGH = 0.02  # of a cell, after which its own speed says how long it takes
+_ENOUGH = 0.02  # share of a cell after which its own speed predicts how long it takes
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Progress:
     """Where a sweep stands.
 
     Attributes:
-        done: cells, with the part of the current one.
+        done: finished cells, plus the finished part of the current one.
         total: cells of the grid.
         doing: the current cell in a few words.
-        left: seconds, as far as that can be told; None where nothing is known yet.
+        left: estimated seconds; None while nothing is known.
     """
 
     done: float
@@ -31,7 +31,7 @@ class Progress:
 
 
 class Tracker:
-    """Follows the cells of one process and reckons with those of the others."""
+    """Follows the cells of one process and accounts for those of the others."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class Tracker:
         self._begun, self._part, self._share = 0.0, 0.0, 0.0
 
     def prepare(self, cell: Cell, what: str) -> None:
-        """Tell that something is done first which serves other cells too."""
+        """Report preparatory work that serves other cells too."""
         self._doing, self._part, self._share = f"{_short(cell)} · {what}", 0.0, 0.0
         self._report()
 
     def begin(self, cell: Cell, units: int) -> None:
-        """Start a cell of so many units of progress."""
+        """Start a cell of the given number of units of progress."""
         told = short_name(cell.schemes)
         if len(cell.schemes) == 1:
             told += f" {cell.schemes[0].range} {cell.schemes[0].granularity}"
@@ -84,7 +84,7 @@ class Tracker:
         self._tell(Progress(at, total, self._doing, self._estimate(done)))
 
     def _estimate(self, done: int) -> float | None:
-        """Seconds left: of each kind the mean, else that of the evaluation, else that of all."""
+        """Seconds left, from the mean of each kind, else of its evaluation, else of all cells."""
         known = {kind: sum(s) / len(s) for kind, s in self._seconds.items() if s}
         elapsed = time.perf_counter() - self._begun
         if self._part >= _ENOUGH and self._kind not in known:
@@ -96,7 +96,7 @@ class Tracker:
             alike = [s for other, s in known.items() if other[1] == kind[1]] or list(known.values())
             seconds += count * known.get(kind, sum(alike) / len(alike))
         mine = sum(self._todo.values())
-        # The others take of the same cells, and are taken to be as fast.
+        # The others take from the same cells and are assumed to be as fast.
         others = (self._left - done) / max(mine, 1) / self._processes.size
         current = known.get(self._kind, 0.0) * self._part
         return max(seconds * others - current, 0.0)

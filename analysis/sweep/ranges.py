@@ -1,4 +1,4 @@
-"""Where a model's static ranges come from: a table that was given, or a calibration of our own."""
+"""Where a model's static ranges come from: a given table, or the sweep's own calibration."""
 
 import fcntl
 import os
@@ -47,10 +47,10 @@ class Ranges:
     """Static ranges of one model.
 
     Attributes:
-        fingerprint: of all that they depend on beside the model. Of a calibration of our own it is
-            that of its text, so that cells are known before anything is computed.
+        fingerprint: that of everything they depend on besides the model. For the sweep's own
+            calibration it is that of its text, so that cells are known before anything is computed.
         data: what the calibration sees, as in `CalibrationTable.data`.
-        table: gives the table, which is computed then if it was not yet; may raise what
+        table: returns the table, computing it if this has not been done; may raise what
             `quantdiff.calibrate` does, and `Stopped`.
     """
 
@@ -60,7 +60,7 @@ class Ranges:
 
 
 class Tables:
-    """The tables that a user gave, each for one of the models."""
+    """The tables given by a user, each for one of the models."""
 
     def __init__(self, tables: Sequence[str | Path | CalibrationTable], names: Collection[str]):
         self._tables = [
@@ -75,10 +75,11 @@ class Tables:
         return len(self._tables)
 
     def find(self, name: str, model: nn.Module, sites: Iterable[str], note: Note) -> Ranges | None:
-        """The table of a model, with ranges of some sites; None if it has none.
+        """Find the table of a model, with ranges of some sites; None if it has none.
 
-        By name, since models of one architecture cannot be told apart otherwise; a table under
-        another name, such as that of a folder that was moved, is taken if it alone fits.
+        Tables are found by name, since models of one architecture cannot be distinguished
+        otherwise; a table under another name, such as that of a folder that was moved, is used if
+        it is the only one that fits.
 
         Raises:
             UsageError: several tables fit, or the one that does lacks a site.
@@ -103,10 +104,10 @@ class Tables:
         return Ranges(table_fingerprint(table), table.data, lambda: table)
 
     def check_used(self) -> None:
-        """Refuse tables that were of no use.
+        """Refuse tables that were not used.
 
         Raises:
-            UsageError: names the first.
+            UsageError: there are any; names the first.
         """
         for number, (place, table) in enumerate(self._tables):
             if number not in self._used:
@@ -133,17 +134,17 @@ def calibrated(
 
     Args:
         name: of the model.
-        model, tokenizer: live.
-        sites: whose ranges are wanted.
-        tokens: of text.
-        seq_len: tokens a window; None for 2,048 or the model's context, whichever is less.
-        folder: of this model's calibration alone; made when it is needed.
-        batch_size: windows in one forward pass; moves ranges by the rounding of fp32 sums alone.
-        note: told what a user should know of the table.
-        stop: asked after each pass.
+        model, tokenizer: in memory.
+        sites: those to find ranges for.
+        tokens: tokens of text.
+        seq_len: tokens per window; None for 2,048 or the model's context, whichever is less.
+        folder: for this model's calibration alone; created when needed.
+        batch_size: windows per forward pass; changes ranges only by the rounding of fp32 sums.
+        note: called with what a user should know about the table.
+        stop: called after each pass; True ends the calibration.
 
     Raises:
-        UsageError: windows that the model or the text is too short for.
+        UsageError: the model's context or the text is too short for the windows.
     """
     windows = training_windows(model, tokenizer, tokens, seq_len)
     more = [site for site in sites if site != SITE]
@@ -170,14 +171,14 @@ def training_windows(
     """Windows of the shipped training text; of 2,048 tokens or the model's context by default.
 
     Raises:
-        UsageError: windows that the model or the text is too short for.
+        UsageError: the model's context or the text is too short for the windows.
     """
     seq_len = seq_len or min(2048, context_length(model) or 2048)
     return text_windows(_TEXT, tokenizer, tokens=tokens, seq_len=seq_len)
 
 
 def data_of(windows: TextWindows) -> dict[str, Any]:
-    """What is recorded of the text of a calibration, as in `CalibrationTable.data`."""
+    """What is recorded about the text of a calibration, as in `CalibrationTable.data`."""
     return {
         "source": windows.source,
         "tokens": windows.tokens,
@@ -194,20 +195,20 @@ def folder_of(out: Path, name: str, fingerprint: str) -> Path:
 def check_text(
     evaluation: Evaluation, text: Text, tokenizer: Any, data: dict[str, Any], what: str
 ) -> None:
-    """Refuse to evaluate on what ranges, or remedies, were calibrated on.
+    """Refuse to evaluate on the text that ranges, or remedies, were calibrated on.
 
-    A text is known again by its name, and under another name by its first windows, for a
-    calibration takes the beginning of its text, and so does an evaluation.
+    A text is recognized by its name, and under another name by its first windows, as calibrations
+    and evaluations both take the beginning of their text.
 
     Args:
-        evaluation: made for the model.
-        text: of the evaluations that run on text.
-        tokenizer: of the model.
-        data: of the calibration, as in `Ranges.data`.
-        what: was calibrated.
+        evaluation: built for the model.
+        text: the text of the evaluations that run on text.
+        tokenizer: that of the model.
+        data: that of the calibration, as in `Ranges.data`.
+        what: what was calibrated, such as `the static ranges`.
 
     Raises:
-        UsageError: names both.
+        UsageError: the text is the same; names the evaluation and what was calibrated.
     """
     source = source_of(evaluation, text)
     for part in data.get("parts", [data]):
@@ -232,13 +233,13 @@ def _begins_with(source: str, tokenizer: Any, part: dict[str, Any]) -> bool:
         windows = text_windows(
             source, tokenizer, tokens=part["tokens"], seq_len=part["sequence_length"]
         )
-    except UsageError:  # questions and tasks are no text
+    except UsageError:  # questions and tasks are not text
         return False
     return windows.fingerprint == part.get("fingerprint")
 
 
 def _place(source: str) -> str:
-    """A source without what names the same text in two ways."""
+    """A source in a form in which the same text has the same name."""
     if source in CORPUS:
         return source
     if source.startswith("hub:"):
@@ -258,7 +259,7 @@ def _kept(folder: Path, windows: TextWindows, sites: Iterable[str]) -> Calibrati
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process after the other into a folder."""
+    """Lock a folder for one process at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:

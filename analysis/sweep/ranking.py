@@ -1,4 +1,4 @@
-"""Layers and heads ranked by what it costs to quantize them: tables, and figures."""
+"""Layers and heads ranked by what it costs to quantize them: tables and figures."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -37,13 +37,13 @@ __all__ = [
     "scale_costs",
 ]
 
-_ROWS = 32  # of a table for a terminal
+_ROWS = 32  # of a terminal table, at most
 _PANEL = 2.2  # inches of a panel's height
 _CELL = 0.12  # inches of a head's height in a heat map, at least
 
 
 def ranking_table(one: Sensitivity) -> RenderableType:
-    """A row a layer, or head, the most sensitive at the fewest bits first; a column a width."""
+    """One row per layer or head, most sensitive at the fewest bits first; one column per width."""
     order = one.ranking(one.bits[-1])
     name = literal(model_labels([one.model])[one.model])
     title = Text(f"{name} · {sensitivity_name(one)} · {literal(one.cost)}", style="bold")
@@ -74,10 +74,10 @@ def ranking_told(one: Sensitivity) -> dict[str, Any]:
 
 
 def plot_sensitivity(one: Sensitivity) -> Any:
-    """Draw the cost by layer, a line a width, or a heat map of layers and heads for each width.
+    """Draw the cost by layer, one line per width, or a heat map of layers and heads per width.
 
     Returns:
-        A matplotlib Figure, outside of pyplot.
+        A matplotlib Figure, outside pyplot.
     """
     rows = len(one.bits) if one.of_heads else 1
     with style():
@@ -115,8 +115,8 @@ def plot_sensitivity(one: Sensitivity) -> Any:
 def save_sensitivity_figures(every: Sequence[Sensitivity], folder: str | Path) -> list[Path]:
     """Write the figures of some sensitivities as PNG and SVG, and their numbers as CSV.
 
-    Those of layers, or of heads, that an earlier call left in the folder are removed where this one
-    writes some.
+    Figures of layers, or of heads, that an earlier call left in the folder are removed if this one
+    writes any.
 
     Returns:
         The files: `layers.png`, `heads.png` and so on, numbered where there are several.
@@ -137,7 +137,7 @@ def save_sensitivity_figures(every: Sequence[Sensitivity], folder: str | Path) -
 
 
 def scale_costs(ax: Any, costs: Iterable[float]) -> None:
-    """Make the vertical axis of some costs logarithmic, about 0 linear where some are not above."""
+    """Make a vertical axis of costs logarithmic, but linear around 0 if some are not positive."""
     linear = _linear(costs)
     if linear == 0:
         ax.set_yscale("log")
@@ -146,23 +146,23 @@ def scale_costs(ax: Any, costs: Iterable[float]) -> None:
 
 
 def _linear(costs: Iterable[float]) -> float | None:
-    """Magnitude up to which a scale for some costs is linear, and logarithmic beyond.
+    """The magnitude up to which a scale for some costs is linear; beyond it, it is logarithmic.
 
     Returns:
-        0 where all are above 0; else about the least that is, or as far as costs fall below 0, for
-        less than that is noise; None where none reaches further.
+        0 if all are positive; else about the least positive one, or as far as costs fall below 0 if
+        that is more, as less than that is noise; None if none reaches further.
     """
     every = list(costs)
     positive = [cost for cost in every if cost > 0]
     if not positive or len(positive) == len(every):
         return 0.0 if positive else None
-    # A power of ten, for the axis has ticks from there on.
+    # A power of ten, as the axis has ticks from there on.
     linear = float(10 ** math.ceil(math.log10(max(-min(every), min(positive)))))
     return linear if linear < max(positive) else None
 
 
 def _draw_layers(ax: Any, one: Sensitivity) -> list[tuple[str, Any]]:
-    """A line a width, with its name."""
+    """Draw one line per width, and return the lines with their names."""
     lines = []
     colors = model_colors([str(bits) for bits in one.bits])
     layers = list(one.costs)

@@ -1,4 +1,4 @@
-"""`sweep.json`: what the results in a folder belong to, so that nothing else gets among them."""
+"""`sweep.json`: what the results in a folder belong to, so that no others are mixed in."""
 
 import errno
 import fcntl
@@ -31,11 +31,11 @@ __all__ = [
 
 FORMAT, VERSION = "quantdiff.sweep", 1
 RECORD = "sweep.json"
-REFERENCE = ".reference-"  # how the names of folders begin that evaluations compare with
+REFERENCE = ".reference-"  # prefix of the folders of references that evaluations compare with
 
 Record = dict[str, Any]
 
-# How files begin that were being written, see `files.write_bytes`.
+# Patterns of partly written files; see `files.write_bytes`.
 _HALF = (f".{RECORD}.*", f"{ITEMS}/.*.npz.*", "figures/.*", f"{FOLDER}/*/.calibration.*")
 _OWNED = (
     f"{ITEMS}/*.npz",
@@ -51,7 +51,7 @@ _REMEDY = "choose another --out or pass --overwrite"
 
 
 def read_record(folder: Path) -> Record:
-    """What a folder's results belong to.
+    """Read what a folder's results belong to.
 
     Raises:
         UsageError: the folder holds no sweep, or one that cannot be read.
@@ -71,18 +71,17 @@ def extended(
 
     Args:
         folder: may hold an earlier sweep.
-        models: by name, as `planning.Plan.about` tells of them.
+        models: by name, as from `planning.Opened.about`.
         cells: ids, in the order in which results are shown.
-        command: the command line that asks for them, if one does.
+        command: the command line that requests them, if any.
 
     Returns:
-        `models`, and `cells`, all ids in order; `asked`, those of the last request;
-        `definitions`, `versions`, and `commands`; `requests`, those so far that had something to
-        compute: the `command` of each, and its `conditions.conditions`, which folders of earlier
-        versions lack.
+        `models`; `cells`, all ids in order; `asked`, the ids of the last request; `definitions`,
+        `versions` and `commands`; `requests`, those so far that had something to compute: the
+        `command` of each, and its `conditions.conditions`, which folders of earlier versions lack.
 
     Raises:
-        UsageError: the folder holds results that do not go together with these.
+        UsageError: the folder holds results that are incompatible with these.
     """
     if (folder / RECORD).exists():
         old = read_record(folder)
@@ -115,7 +114,7 @@ def extended(
 
 
 def _unrecorded(old: Record) -> list[dict[str, Any]]:
-    """The requests of a folder from before their conditions were recorded."""
+    """The requests of a folder that predates the recording of their conditions."""
     return [{"command": one} for one in old["commands"] or [None]] if old["cells"] else []
 
 
@@ -165,8 +164,8 @@ def clear(folder: Path, *, everything: bool) -> None:
     """Remove what a killed sweep left behind, or everything that sweeps write.
 
     Args:
-        folder: where they wrote.
-        everything: results, items, figures and calibrations too.
+        folder: the folder of the sweep.
+        everything: also remove results, items, figures and calibrations.
     """
     for left in folder.glob(f"{REFERENCE}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -175,7 +174,7 @@ def clear(folder: Path, *, everything: bool) -> None:
             file.unlink()
     if not everything:
         return
-    # Without its record the folder holds no sweep: a reader never meets half of one.
+    # Without its record the folder holds no sweep, so a reader never finds half of one.
     (folder / RECORD).unlink(missing_ok=True)
     (folder / RESULTS).unlink(missing_ok=True)
     for pattern in _OWNED:
@@ -185,7 +184,7 @@ def clear(folder: Path, *, everything: bool) -> None:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Let one sweep at a time into a folder, which is made, and unmade if it stays empty.
+    """Lock a folder for one sweep at a time; create it, and remove it again if it stays empty.
 
     Raises:
         UsageError: another sweep is running there, or the folder cannot be written.
@@ -218,7 +217,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Say in one sentence where a folder cannot be written.
+    """Report in one sentence that a folder cannot be written.
 
     Raises:
         UsageError: in place of an OSError.

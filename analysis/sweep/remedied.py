@@ -1,4 +1,4 @@
-"""Remedies in a sweep: the text that they see, and a model that has one on for some cells."""
+"""Remedies in a sweep: the text that they see, and a model that has one applied for some cells."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,12 +19,12 @@ __all__ = ["Remedied", "in_turn"]
 
 
 class Remedied:
-    """A model with at most one remedy on, which stays for the next cell that asks for it.
+    """A model with at most one remedy applied, which is kept for following cells that need it.
 
     Args:
-        model: live; as it was when the context is left.
-        windows: the text that remedies see; None where no cell has one that reads.
-        batch_size: windows in one forward pass.
+        model: in memory; restored when the context ends.
+        windows: the text that remedies see; None if no cell has a remedy that reads text.
+        batch_size: windows per forward pass.
     """
 
     def __init__(self, model: nn.Module, windows: TextWindows | None, batch_size: int) -> None:
@@ -40,13 +40,13 @@ class Remedied:
         self._stack.close()
 
     def put_on(self, entry: Entry) -> Together:
-        """Give the model the remedy of an entry, in place of that which it has.
+        """Apply the remedy of an entry to the model, in place of the current one.
 
         Returns:
-            The schemes that it is to be quantized by.
+            The schemes to quantize the model with.
 
         Raises:
-            QuantizationError: the model is not made for it; again each time.
+            QuantizationError: the model does not support it; raised again on each call.
         """
         if _kind(entry) != self._on:
             self._stack.close()
@@ -66,7 +66,7 @@ class Remedied:
         if self._windows is None:
             return []
         device, options = model_device(self._model), forward_options(self._model)
-        # What is compared before and after are the logits of all tokens.
+        # The logits of all tokens are compared before and after.
         options.pop("logits_to_keep", None)
         return [
             {name: tensor.to(device) for name, tensor in batch.items()} | options
@@ -75,7 +75,7 @@ class Remedied:
 
 
 def in_turn(entries: Sequence[Entry]) -> list[int]:
-    """Places of some entries, those that need the model in the same state after one another."""
+    """Indices of the entries, with those that need the same model state next to each other."""
     kinds: dict[Any, list[int]] = {}
     for place, entry in enumerate(entries):
         kinds.setdefault(_kind(entry), []).append(place)

@@ -21,33 +21,32 @@ __all__ = ["ITEMS", "RESULTS", "ResultsFile", "Row", "current_rows", "read_items
 
 RESULTS, ITEMS = "results.jsonl", "items"
 
-# Beside the items themselves: the metrics of the cell, by which is seen whether all of its lines
-# were written.
+# Stored with the items: the metrics of the cell, which show whether all of its lines were written.
 _METRICS = "_metrics"
 
 Row = dict[str, Any]
 
 
 class ResultsFile:
-    """The results of a sweep, for appending to from any number of processes.
+    """The results of a sweep, to which any number of processes can append.
 
-    A cell is one line a metric, all written in one call, after its items. So what a kill can leave
-    is items without lines, and at the file's end a part of one cell's lines; `mend` takes that
-    away.
+    A cell is one line per metric, all written in one call, after its items. So a kill can leave
+    items without lines, and at the end of the file a part of one cell's lines, which `mend`
+    removes.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path, self.items = folder / RESULTS, folder / ITEMS
 
     def append(self, rows: Sequence[Row], items: Mapping[str, NDArray[Any]] | None = None) -> None:
-        """Add a cell, which is on the disk when this returns.
+        """Add a cell, which is on disk when this returns.
 
         Args:
-            rows: its lines, of one cell.
-            items: results of each question or window; None for a cell that failed.
+            rows: the lines of one cell.
+            items: results per question or window; None for a cell that failed.
 
         Raises:
-            OSError: it cannot be written; nothing of the cell is in the file then.
+            OSError: it cannot be written; the file then holds nothing of the cell.
         """
         if items is not None:
             self.items.mkdir(exist_ok=True)
@@ -71,7 +70,7 @@ class ResultsFile:
                 raise
 
     def mend(self) -> None:
-        """Take away what a killed process left of a cell; no other may append meanwhile."""
+        """Remove what a killed process left of a cell; no other may append meanwhile."""
         if not self.path.exists():
             return
         with self._locked() as file:
@@ -91,7 +90,7 @@ class ResultsFile:
         try:
             with np.load(self.items / f"{rows[0]['cell']}.npz", allow_pickle=False) as arrays:
                 names = set(arrays[_METRICS].tolist())
-        except FileNotFoundError:  # a user may have thrown the items away
+        except FileNotFoundError:  # a user may have deleted the items
             return True
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
             return False
@@ -108,10 +107,10 @@ class ResultsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All lines of a results file, without a half-written last one.
+    """All lines of a results file, except a half-written last one.
 
     Raises:
-        UsageError: a line that is none, which no kill leaves.
+        UsageError: a line is not a result, which no kill can cause.
     """
     try:
         content = path.read_bytes()
@@ -144,7 +143,7 @@ def current_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def read_items(folder: Path, cell: str) -> dict[str, NDArray[Any]]:
-    """The results of each question or window of a cell.
+    """The results per question or window of a cell.
 
     Raises:
         UsageError: there are none, or they are broken.
@@ -172,7 +171,7 @@ def _parsed(line: bytes) -> Row | None:
 
 
 def _end_line(file: int) -> None:
-    """Let the file end with a whole line: complete it, or take the half away."""
+    """Make the file end with a whole line: complete the last one or remove what there is of it."""
     size = os.fstat(file).st_size
     if not size or os.pread(file, 1, size - 1) == b"\n":
         return

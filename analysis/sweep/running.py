@@ -1,9 +1,9 @@
-"""`sweep`: every cell of a grid, each flushed as it ends, so that a killed sweep goes on."""
+"""`sweep`: every cell of a grid, each written as it finishes, so that a killed sweep can resume."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -36,10 +36,6 @@ __all__ = ["CALIBRATION_TOKENS", "sweep"]
 
 CALIBRATION_TOKENS = 16384
 
-_LONGEST = 500  # characters of what a failed cell says
-
-T = TypeVar("T")
-
 
 def sweep(
     models: Iterable[Model],
@@ -63,46 +59,46 @@ def sweep(
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> SweepResults:
-    """Evaluate models under quantization, and go on with what an earlier call has left undone.
+    """Evaluate models under quantization, resuming what an earlier call left unfinished.
 
     Every model is opened once before the first cell is computed, so that what cannot be done is
-    refused at the start; after that, a cell that fails is written down as failed, and the others go
-    on. A folder holds one sweep, which further schemes, models and evaluations may extend.
-    Started by torchrun, the processes share the cells.
+    refused at the start; after that, a cell that fails is recorded as failed, and the others go on.
+    A folder holds one sweep, which further schemes, models and evaluations may extend. If started
+    by torchrun, the processes share the cells.
 
     Args:
-        models: names that `quantdiff.load` takes, opened one after the other, or models that are
-            in memory as (model, tokenizer, name).
-        schemes: such as `make_grid` makes, or several that are used together, such as
-            `quantdiff.quantization.schemes("W8A8")`; none, or one of 16 bits, stands for the model
-            as it is.
+        models: names that `quantdiff.load` accepts, opened one after the other, or models in memory
+            as (model, tokenizer, name).
+        schemes: single ones, such as those of `make_grid`, or several used together, such as
+            `quantdiff.quantization.schemes("W8A8")`; an empty group, or a scheme of 16 bits, stands
+            for the unquantized model.
         evaluations: such as `perplexity`; see `quantdiff.analysis.evaluation.EVALUATIONS`.
         out: folder for the results.
         text: for the evaluations that run on text.
         tables: calibrations for static ranges, or their folders, each for one of the models. A
-            model that has none is calibrated on the shipped training text.
+            model without one is calibrated on the shipped training text.
         calibration_tokens: tokens of that text, which remedies see too.
         remedies: such as `none`, `smooth:0.5`, `rotate+gptq`; see `quantization.remedy.remedy`.
-            Every scheme runs under each that goes with it.
+            Every scheme runs with each compatible remedy.
         each: `layer` or `head`, to try every scheme on one of a model's layers, or on one head of a
             layer, at a time; see `quantdiff.analysis.sensitivity.Sensitivity.of`.
-        batch_size: sequences in one forward pass; moves results by rounding alone: without
-            quantization, in fp32, by 1e-5 at most, while a quantized value at a rounding boundary
-            may go to its other side.
-        overwrite: begin anew where `out` holds results.
+        batch_size: sequences per forward pass; changes results only by rounding: without
+            quantization, in fp32, by 1e-5 at most, while a quantized value may move across a
+            rounding boundary.
+        overwrite: start over if `out` holds results.
         dtype, device, attention, trust_remote_code: as in `quantdiff.load`, for named models.
         command: the command line, for the record.
-        note: told, in one sentence each, what a user should know.
-        progress: told where the sweep stands, after each forward pass.
-        stop: asked after each forward pass; True ends the sweep.
+        note: called with what a user should know, one sentence at a time.
+        progress: called with the state of the sweep after each forward pass.
+        stop: called after each forward pass; True ends the sweep.
 
     Returns:
         All results in `out`.
 
     Raises:
-        UsageError: nothing is asked for, something of it is not known or does not go together, or
-            `out` holds results of other models, data or versions.
-        Stopped: `stop` said so; what is finished is in `out`.
+        UsageError: nothing is requested, something requested is unknown or incompatible, or `out`
+            holds results of other models, data or versions.
+        Stopped: `stop` returned True; what is finished is in `out`.
     """
     processes = Processes()
     said: set[str] = set()
@@ -144,7 +140,7 @@ def sweep(
                 _begin(request, about, plan, devices, overwrite=overwrite, command=command)
         processes.meet("recorded", request.stop)
         work = Work(request, shelf, plan, processes, progress or (lambda _: None))
-        # Before anybody appends, or not all would see the same cells finished.
+        # Before any process appends; otherwise not all would see the same cells finished.
         processes.meet("read", request.stop)
         work.do()
         processes.meet("done", request.stop)
@@ -185,12 +181,13 @@ def _planned(
     """Open every model.
 
     Returns:
-        Its cells by evaluation, in order; what is recorded of it, by name; the devices of all.
+        The cells of each by evaluation, in order; what is recorded about each, by name; the devices
+        of all.
     """
     plan: list[dict[str, list[Cell]]] = []
     about: dict[str, Any] = {}
     devices = set()
-    # From the last to the first, which is needed next and is in memory then.
+    # From last to first: the first is needed next and is then in memory.
     for number, name in reversed(list(enumerate(request.names))):
         plan.insert(0, shelf.open(number).cells)
         about[name] = shelf.open(number).about(request.text)
@@ -213,7 +210,7 @@ def _begin(
     overwrite: bool,
     command: str | None,
 ) -> None:
-    """Make the folder one of this sweep, or refuse to; tell what its numbers do not."""
+    """Set the folder up for this sweep, or refuse to; note what its numbers do not show."""
     out, notes = request.out, _of_blocks(request, about)
     ids = [cell.id for of_model in plan for of_one in of_model.values() for cell in of_one]
     if overwrite:
@@ -233,7 +230,7 @@ def _begin(
 
 
 def _of_blocks(request: Request, about: dict[str, Any]) -> list[str | None]:
-    """What is to be told of the attention of each model that is compared with itself."""
+    """Notes on the attention of each model that is compared with its unquantized self."""
     sites = {scheme.site for entry in request.entries for scheme in entry.schemes}
     if "divergence" not in request.evaluations or not of_attention(sites):
         return []

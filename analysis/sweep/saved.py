@@ -1,4 +1,4 @@
-"""The figures of a sweep as files, of which none is of an earlier request."""
+"""The figures of a sweep as files, without any left over from earlier requests."""
 
 import re
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from quantdiff.quantization.scheme import SITES
 
 __all__ = ["remove_others", "save_sweep_figures"]
 
-# Names of all that `save_sweep_figures` may write, without their suffixes.
+# Names of all files that `save_sweep_figures` may write, without suffixes.
 _MODEL, _SITE = r"(-\d+-[\w.-]+)?", f"(-({'|'.join(SITES)}))?"
 _NAMES = f"bits{_SITE}|sites{_MODEL}|ranges{_MODEL}{_SITE}"
 
@@ -27,15 +27,15 @@ def save_sweep_figures(
     """Write the figures of a sweep as PNG and SVG, and their numbers as CSV.
 
     There is "bits" for every site, "sites" for a model with several sites, and "ranges" for a model
-    and site with several ways; the files are named after model and site where there are several.
-    Files of such names that an earlier call left in the folder are removed.
+    and site quantized in several ways; file names include model and site if there are several.
+    Files with such names that an earlier call left in the folder are removed.
 
     Returns:
-        The files; none where no cell has succeeded, or those of single layers or heads alone.
+        The files; none if no cell has succeeded, or only cells of single layers or heads.
     """
     folder = Path(folder)
     every = [line for measure in measures(results) for line in lines(results, measure)]
-    # Schemes together have one point each, which "sites" shows side by side.
+    # Schemes used together have one point each, which "sites" shows side by side.
     seen = dict.fromkeys(line.way[0] for line in every)
     sites = [site for site in seen if site is not None and site in SITES]
     figures: list[tuple[str, dict[str, Any]]] = []
@@ -67,11 +67,11 @@ def save_sweep_figures(
 
 
 def remove_others(folder: Path, names: str, written: Collection[Path]) -> None:
-    """Remove figures that an earlier request left in a folder, which would look current.
+    """Remove figures that an earlier request left in a folder, as they would look current.
 
     Args:
-        folder: of the figures, which need not exist.
-        names: regular expression of their names without suffixes.
+        folder: where the figures are; need not exist.
+        names: regular expression for their names without suffixes.
         written: the files that are current.
     """
     pattern = re.compile(f"({names})\\.(png|svg|csv)", re.ASCII)

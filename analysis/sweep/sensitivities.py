@@ -1,4 +1,4 @@
-"""What a sweep layer by layer, or head by head, says of each: from results to costs."""
+"""The costs of each layer, or head, from the results of a layer-by-layer or head-by-head sweep."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,9 +14,9 @@ from quantdiff.quantization.scheme import Scheme
 
 __all__ = ["chosen_sensitivity", "cost_of", "schemes_of", "sensitivities", "sensitivity_name"]
 
-_MAIN = ("kl", "nll")  # whose increase is the cost, the first that was measured
+_MAIN = ("kl", "nll")  # their increase is the cost; the first one measured counts
 _TOLD = ("site", "bits", "range", "granularity", "symmetric", "newest", "layers", "heads")
-_ANY = 8  # bits that stand for all
+_ANY = 8  # bits that stand for any
 _OF_ATTENTION = {"attention_logits", "attention_maps", "keys", "values"}
 
 
@@ -27,20 +27,20 @@ def sensitivities(
     metric: str | None = None,
     cells: Collection[str] | None = None,
 ) -> list[Sensitivity]:
-    """All that were measured whole, by model and by the schemes that are used together.
+    """All sensitivities that were measured completely, by model and by schemes used together.
 
-    Cells with a remedy say nothing of the model as it is and are left out, and so are layers
-    without attention, where nothing was rounded, so that they cost exactly nothing at any width:
-    sweeps of earlier versions tried them too.
+    Cells with a remedy do not describe the model without it and are left out. So are layers without
+    attention, where nothing was rounded, so that they cost exactly nothing at any width: sweeps of
+    earlier versions tried them too.
 
     Args:
-        results: of a sweep.
-        evaluation, metric: as in `Sensitivity.of`, whose defaults are each one's own here.
-        cells: ids of those that count, such as of one request; None for all.
+        results: those of a sweep.
+        evaluation, metric: as in `Sensitivity.of`; defaults are chosen for each one separately.
+        cells: ids of the cells that count, such as those of one request; None for all.
 
     Returns:
-        One for each model, kind of place and template, in the order of the grid; those with a cell
-        that is missing or failed are left out.
+        One for each model, kind of place and template, in the order of the grid; those with a
+        missing or failed cell are left out.
 
     Raises:
         UsageError: there is no such metric.
@@ -71,7 +71,7 @@ def sensitivities(
         model, _, template = key
         costs = _costs(results, [row for row in some if row["metric"] == measure.metric])
         if measure.metric in _MAIN and {scheme.site for scheme in template} <= _OF_ATTENTION:
-            # Not by other metrics: answers may stay the same where attention was rounded.
+            # Not for other metrics: answers may stay the same although attention was rounded.
             costs = {place: by for place, by in costs.items() if any(by.values())} or costs
         found.append(Sensitivity(template, costs, model, measure.evaluation, measure.metric))
     return found
@@ -87,7 +87,7 @@ def _costs(results: SweepResults, rows: list[Row]) -> dict[Place, dict[int, floa
 
 
 def _whole(results: SweepResults) -> list[Row]:
-    """The rows of requests of which no cell is missing, as far as that can be told."""
+    """The rows of requests without missing cells, as far as that can be determined."""
     if not results.missing:
         return results.rows
     asked, done = set(results.record["asked"]), {row["cell"] for row in results.rows}
@@ -126,7 +126,7 @@ def chosen_sensitivity(
 
 
 def sensitivity_name(one: Sensitivity) -> str:
-    """In a few words, such as `weights, dynamic, channel, layer by layer`."""
+    """A short description, such as `weights, dynamic, channel, layer by layer`."""
     sites = " and ".join(scheme.site.replace("_", " ") for scheme in one.template)
     words = [sites]
     for name in ("range", "granularity"):
@@ -144,10 +144,10 @@ def sensitivity_name(one: Sensitivity) -> str:
 def _cost_measure(
     results: SweepResults, rows: list[Row], evaluation: str | None, metric: str | None
 ) -> Measure | None:
-    """Whose numbers in some rows are the costs; None where nothing measured there is one.
+    """The measure in some rows that gives the costs; None if nothing measured there does.
 
     Raises:
-        UsageError: the metric that is asked for is none of which it is known whether more is worse.
+        UsageError: it is not known whether more of the requested metric is worse.
     """
     there = {(row["eval"], row["metric"]) for row in rows if row["status"] == "ok"}
     known = [
@@ -166,10 +166,10 @@ def _cost_measure(
 
 
 def cost_of(results: SweepResults, row: Row) -> float:
-    """How much worse a finished row's value is than that of the model as it is.
+    """How much worse a finished row's value is than that of the unquantized model.
 
     Raises:
-        UsageError: the model was not measured as it is.
+        UsageError: the unquantized model was not measured.
     """
     if row["metric"] == "kl":
         return float(row["value"])
@@ -204,7 +204,7 @@ def _place(row: Row) -> Place | None:
 
 
 def _template(schemes: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
-    """For all layers and heads, at any bits where all have the same."""
+    """The schemes for all layers and heads, and for any bits if all have the same."""
     same = len({scheme.bits for scheme in schemes}) == 1
     return tuple(
         replace(s, layers=None, heads=None, bits=_ANY if same else s.bits) for s in schemes

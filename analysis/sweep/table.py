@@ -36,9 +36,9 @@ _HEADS = {"symmetric": "grid"}
 
 
 def sweep_report(results: SweepResults) -> list[RenderableType]:
-    """All that a terminal shows of a sweep: heading, a table a metric, the published, failures.
+    """All that a terminal shows of a sweep: heading, a table per metric, published table, failures.
 
-    Of a sweep by layers or heads alone there are no metrics at several widths to show.
+    A sweep by layers or heads alone has no metrics at several widths to show.
     """
     found = measures(results)
     if any(of_some(row) for row in results.rows):
@@ -55,7 +55,7 @@ def sweep_report(results: SweepResults) -> list[RenderableType]:
 
 
 def pivot(results: SweepResults) -> list[tuple[str, pd.DataFrame]]:
-    """For each metric its title and a table: a row a line, a column a width."""
+    """For each metric its title and a table: one row per line, one column per width."""
     tables = []
     for measure in measures(results):
         of_one = lines(results, measure)
@@ -85,7 +85,7 @@ def failures_table(results: SweepResults) -> Table:
 
 
 def figure_8_table() -> Table:
-    """The paper's own Figure 8, to be shown beneath a measured one."""
+    """The paper's own Figure 8, to show beneath a measured one."""
     table = _empty(None)
     table.add_column("published")
     widths = list(next(iter(FIGURE_8.values())))
@@ -113,10 +113,10 @@ def _heading(results: SweepResults, ways: Collection[Way], same: Collection[str]
 
 
 class _MetricTable:
-    """A row a line of a metric, in as many lines as the terminal's width asks for.
+    """One row per line of a metric, on as many terminal lines as the width requires.
 
-    Where models and ways are several, the ways of each model stand under its name. What all its
-    ways have in common stands in its title, but for `told`, which the heading says of all tables.
+    With several models and several ways, the ways of each model are listed under its name. What all
+    ways have in common is in the title, except `told`, which the heading states for all tables.
     """
 
     def __init__(self, results: SweepResults, measure: Measure, told: Collection[str]) -> None:
@@ -161,10 +161,10 @@ class _MetricTable:
 def _title(
     results: SweepResults, measure: Measure, of_one: list[Line], told: Collection[str]
 ) -> str:
-    """The metric, what the heading does not say of its ways, its text, and over how many things.
+    """The metric, what the heading leaves out about its ways, its text, and the sample count.
 
     Args:
-        told: what of `WAYS` the heading says.
+        told: which of `WAYS` the heading states.
     """
     parts = [measure.label]
     ways = [line.way for line in of_one if line.way != NO_WAY]
@@ -181,7 +181,7 @@ def _title(
 
 
 def _caption(results: SweepResults, measure: Measure, of_one: list[Line]) -> str | None:
-    """What else than a grid moves the metric, if anything does."""
+    """What changes the metric besides the grid, if anything does."""
     if measure.metric not in MOVED:
         return None
     rows = [row for line in of_one for row in line.points.values() if row["site"]]

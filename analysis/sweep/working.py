@@ -1,4 +1,4 @@
-"""The cells of a sweep, computed one after the other, each written as it ends."""
+"""The cells of a sweep, computed one after the other, each written as it finishes."""
 
 import math
 import tempfile
@@ -24,20 +24,20 @@ from quantdiff.quantization.remedy import NONE
 
 __all__ = ["Work"]
 
-_LONGEST = 500  # characters of what a failed cell says
+_LONGEST = 500  # characters of a failed cell's message
 
 T = TypeVar("T")
 
 
 class Work:
-    """The cells that are not finished.
+    """The unfinished cells of a sweep.
 
     Args:
         request: what was asked for.
         shelf: opens the models.
         plan: each model's cells, by evaluation.
         processes: this one among the others.
-        tell: told where the sweep stands.
+        tell: called with the state of the sweep.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Work:
         """Compute the cells that no other process takes.
 
         Raises:
-            Stopped: the sweep was asked to.
+            Stopped: the sweep was asked to stop.
         """
-        # Every process begins elsewhere, so that not all of them need the same model at once.
+        # Every process begins with a different model, so that not all need the same one at once.
         for number in _rotated(range(len(self._plan)), self._processes.rank):
             self._model(number)
 
     def _model(self, number: int) -> None:
-        """The cells of one model, which is not held when this returns."""
+        """Compute the cells of one model, keeping no reference to it afterwards."""
         missing = {
             name: [cell for cell in cells if cell.id not in self._finished]
             for name, cells in self._plan[number].items()
@@ -90,7 +90,7 @@ class Work:
             self._evaluate(opened, name, missing[name])
 
     def _evaluate(self, opened: Opened, name: str, cells: list[Cell]) -> None:
-        """The cells of one model and evaluation."""
+        """Compute the cells of one model and evaluation."""
         evaluation, request = opened.evaluations[name], self._request
         cells = [cells[n] for n in in_turn([Entry(c.schemes, c.remedy) for c in cells])]
         with (
@@ -121,7 +121,7 @@ class Work:
                     _check_finite(outcome)
                 except Stopped:
                     raise
-                except Exception as error:  # whatever it is, the other cells may do
+                except Exception as error:  # whatever it is, the other cells may succeed
                     self._fail(cell, error, time.perf_counter() - begin)
                 else:
                     self._succeed(cell, outcome, time.perf_counter() - begin)
@@ -154,7 +154,7 @@ class Work:
 
     def _fail(self, cell: Cell, error: Exception, seconds: float) -> None:
         told = " ".join(str(error).split())
-        if not isinstance(error, UsageError):  # which is a sentence of our own
+        if not isinstance(error, UsageError):  # which is a complete sentence
             told = f"{type(error).__name__}: {told}"
         with writing(self._request.out):
             self._results.append([_row(cell, seconds, "error") | {"error": told[:_LONGEST]}])
@@ -175,7 +175,7 @@ def _row(cell: Cell, seconds: float, status: str) -> Row:
 
 
 def _known(error: float | None) -> float | None:
-    """A standard error, or None where it is not known, which some evaluations tell by NaN."""
+    """A standard error, or None if it is unknown, which some evaluations indicate by NaN."""
     return float(error) if error is not None and math.isfinite(error) else None
 
 

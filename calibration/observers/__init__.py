@@ -1,6 +1,6 @@
 """Observers: from what a calibration saw to the range that a static scheme uses.
 
-An observer is one file here whose `find` makes the range, and one line in `OBSERVERS`.
+An observer is one file here whose `find` computes the range, and one line in `OBSERVERS`.
 """
 
 from importlib import import_module
@@ -13,15 +13,15 @@ __all__ = ["OBSERVERS", "Observed", "Range", "observe"]
 
 
 class Find(Protocol):
-    """The function of an observer's file."""
+    """The function that an observer's file provides."""
 
     def __call__(
         self, observed: Observed, bits: int, symmetric: bool, parameter: float | None
     ) -> Range: ...
 
 
-# Name -> module of this package. What a name may carry as its parameter is said beside
-# `quantdiff.Scheme`, which every one of them is asked for by.
+# Name -> module of this package. The parameters that names may carry are documented with
+# `quantdiff.Scheme`, through which all observers are requested.
 OBSERVERS = {
     "absmax": "absmax",
     "percentile": "percentile",
@@ -36,14 +36,14 @@ def observe(
     """The range that an observer finds.
 
     Args:
-        name: of the observer.
+        name: name of the observer.
         observed: G groups of values as histograms with exact extremes.
         bits: width of the grid, 2 or more.
-        symmetric: whether the grid is.
-        parameter: the observer's, where it has one; None for its default.
+        symmetric: whether the grid is symmetric.
+        parameter: the observer's, if it has one; None for its default.
 
     Returns:
-        (least, most), fp32, (G,) each, finite; 0 and 0 for a group that holds nothing.
+        (least, most), fp32, (G,) each, finite; 0 and 0 for an empty group.
         `Grid.of(least, most, bits, symmetric)` is the grid.
 
     Raises:

@@ -6,7 +6,7 @@ __all__ = ["find"]
 
 
 def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None) -> Range:
-    """The exact minimum and maximum, of which a symmetric grid takes the larger magnitude.
+    """The exact minimum and maximum; a symmetric grid uses the larger magnitude.
 
     Args:
         observed: G groups.

@@ -1,4 +1,4 @@
-"""Entropy: the range whose quantized distribution diverges least, as TensorRT calibrates."""
+"""Entropy: the range whose quantized distribution diverges least, as in TensorRT."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +8,7 @@ from quantdiff.calibration.observers.observed import Array, Observed, Pieces, Ra
 __all__ = ["LINEAR_BINS", "divergences", "find", "linear_counts"]
 
 LINEAR_BINS = 2048
-FIRST_CANDIDATE = 128  # bins that the narrowest range holds, or as many as it has levels
+FIRST_CANDIDATE = 128  # bins in the narrowest range, or its number of levels if larger
 _AT_ONCE = 64  # thresholds
 _ROUNDING = 1e-12  # nats
 
@@ -17,26 +17,26 @@ def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None
     """The threshold T on the magnitudes that loses the least information.
 
     After S. Migacz, "8-bit Inference with TensorRT", GTC 2017: the magnitudes are counted in 2,048
-    even bins over [0, absmax]. For every threshold of i bins, i = 128 … 2048, the reference P
-    holds the first i bins, with all that lies beyond added to the last of them; the quantized Q
-    gathers the same bins, without what lies beyond, into the grid's levels (bin j into level
-    ⌊j·L/i⌋ of L) and spreads each level's sum evenly over those of its bins that are not empty. The
-    threshold T = i·absmax/2048 with the least KL(P‖Q) wins among those whose last bin is not empty,
-    the widest of equal ones, since a few values far apart are represented without loss by many.
+    equal bins over [0, absmax]. For every threshold of i bins, i = 128 … 2048, the reference P
+    holds the first i bins, with everything beyond added to the last of them; the quantized Q
+    merges the same bins, without what lies beyond, into the grid's levels (bin j into level
+    ⌊j·L/i⌋ of L) and spreads each level's sum evenly over its nonempty bins. Among the thresholds
+    T = i·absmax/2048 whose last bin is not empty, the one with the least KL(P‖Q) wins; among equal
+    ones the widest, since many thresholds represent a few values far apart without loss.
     TensorRT has L = 128 levels for its 8 bits; here a symmetric grid of b bits has L = 2^(b−1).
 
     TensorRT counts the values. Here the linear bins are filled from the histogram, whose values are
-    taken as evenly spread in their bins, which near absmax are up to 16 linear bins wide. So the
+    assumed evenly spread over its bins, which near absmax are up to 16 linear bins wide. So the
     divergence lacks some of the sampling noise that few values in many bins have.
 
     An asymmetric grid is cut at ±T and at the exact extremes, whichever is nearer zero, and L is
-    what its 2^b levels leave for T's share of the range. TensorRT knows no such grid; where the
-    values are of one sign all levels serve them.
+    the part of its 2^b levels that covers T's share of the range. TensorRT has no such grid; values
+    of one sign get all levels.
 
     Args:
         observed: G groups.
         bits: width of the grid.
-        symmetric: whether it is.
+        symmetric: whether it is symmetric.
         parameter: unused.
 
     Returns:
@@ -71,10 +71,10 @@ def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None
 
 
 def linear_counts(pieces: Pieces, absmax: Array) -> Array:
-    """Magnitudes counted in even bins over [0, absmax].
+    """Magnitudes counted in equal bins over [0, absmax].
 
     Args:
-        pieces: G groups; each piece's values lie evenly in it.
+        pieces: G groups; the values of each piece are spread evenly over it.
         absmax: (G,) fp64.
 
     Returns:
@@ -92,15 +92,15 @@ def linear_counts(pieces: Pieces, absmax: Array) -> Array:
 def divergences(counts: Array, levels: NDArray[np.int64]) -> Array:
     """KL(P‖Q) in nats for each threshold; see `find`.
 
-    Where the last bin is empty, what lies beyond is added to the last one that is not.
+    If the last bin is empty, what lies beyond is added to the last nonempty one.
 
     Args:
         counts: (G, n).
-        levels: L for each threshold, (G, n), or (1, n) where it is the same for all groups.
+        levels: L for each threshold, (G, n), or (1, n) if it is the same for all groups.
 
     Returns:
         (G, n), entry i − 1 for a range of i bins; infinite for fewer than 128 or L bins, and where
-        nothing lies in them.
+        they are empty.
     """
     groups, n = counts.shape
     total = counts.sum(1, keepdims=True)
@@ -145,7 +145,7 @@ def _spread(
     kept: NDArray[np.int64],
     levels: NDArray[np.int64],
 ) -> Array:
-    """Logarithm of what each filled bin gets in the level of bin `final`, (G, n)."""
+    """Logarithm of the count that each filled bin gets in the level of bin `final`, (G, n)."""
     level = final * levels // kept
     start, end = -(-level * kept // levels), -(-(level + 1) * kept // levels)
     mass, filled = (_at(values, end) - _at(values, start) for values in sums)
@@ -158,7 +158,7 @@ def _running(values: Array) -> Array:
 
 
 def _at(values: Array, columns: NDArray[np.int64]) -> Array:
-    """Columns (G or 1, …) of each of the G rows."""
+    """The given columns (G or 1, …) of each of the G rows."""
     rows = np.arange(len(values)).reshape(-1, *[1] * (columns.ndim - 1))
     return values.take(columns + rows * values.shape[1])
 

@@ -9,8 +9,8 @@ from quantdiff.calibration.observers.observed import Array, Observed, Pieces, Ra
 
 __all__ = ["find"]
 
-_COARSE = 384  # steps tried over the whole interval, evenly in their logarithm
-_ROUNDS, _FINE, _BEST = 3, 12, 3  # then so many rounds, of so many steps around so many of the best
+_COARSE = 384  # steps tried over the whole interval, evenly spaced in their logarithm
+_ROUNDS, _FINE, _BEST = 3, 12, 3  # then: rounds, steps around each of the best, how many best
 _SAMPLES = 8  # places in a piece at which two grids are compared
 _SURE = 3.0  # standard deviations
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -19,9 +19,9 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None) -> Range:
     """The range that minimises Σ(x − q(x))² over the group, never wider than the data.
 
-    The error of each step is an integral over the histogram, whose values are taken as evenly
-    spread in their bins: at 8 bits a bin is about as wide as a step, and its midpoint would tell
-    nothing. With the thresholds t_j = (j − ½)·step, between which the integer changes,
+    The error of each step is an integral over the histogram, whose values are assumed evenly
+    spread over their bins: at 8 bits a bin is about as wide as a step, and its midpoint would be
+    meaningless. With the thresholds t_j = (j − ½)·step, between which the integer changes,
 
         Σ(x − q(x))² = Σx² − 2·step·Σ_j Σ_{x > t_j} x + step²·Σ_j (2j − 1)·#{x > t_j}
 
@@ -29,14 +29,14 @@ def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None
     number of levels on that side at once, so an asymmetric grid, which is a step and a zero point,
     is searched over its step alone, with all 2^bits zero points.
 
-    A grid is preferred to that of absmax only where it gains more than the unknown places of the
-    values within their bins could take back, so that it does not lose on the values themselves. At
-    8 bits it may where the data lie on a grid already: no histogram of this width shows that.
+    A grid is preferred to that of absmax only if it gains more than the unknown positions of the
+    values within their bins could cancel, so that it does not lose on the values themselves. At
+    8 bits it may if the data already lie on a grid: no histogram of this width shows that.
 
     Args:
         observed: G groups.
         bits: width of the grid.
-        symmetric: whether it is.
+        symmetric: whether it is symmetric.
         parameter: unused.
 
     Returns:
@@ -56,10 +56,10 @@ def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None
         width = np.maximum(most, 0) - np.minimum(least, 0)
         # S is the larger of the sides' sums, of n values. No grid has an error below
         # Σx² − 2·width·S; one with all of its levels, three at least, on that side and as wide as
-        # 36/37 of its mean has at most Σx² − 36/37·S²/n. So nothing below 18/37 of it is best.
+        # 36/37 of its mean has at most Σx² − 36/37·S²/n. So no width below 18/37 of it is best.
         heavier = sides[0].total >= sides[1].total
         narrowest = np.where(heavier, sides[0].mean, sides[1].mean) / 3
-    usable = (width > 0) & (narrowest > 0)  # not where all that there is counts as zeros
+    usable = (width > 0) & (narrowest > 0)  # not if all values count as zeros
     width = np.where(usable, width, 1.0)
     narrowest = np.where(usable, np.minimum(narrowest, width), 1.0)
     widths, below = _search(sides, levels, narrowest, width)
@@ -111,7 +111,7 @@ def _search(
 def _errors(sides: list[Pieces], levels: int, widths: Array) -> tuple[Array, Array]:
     """Squared error of each grid, and its best number of levels below zero, (G, C) each.
 
-    One side is that of a symmetric grid, all magnitudes, with `levels` levels on it. Of two sides
+    A single side is that of a symmetric grid: all magnitudes, with `levels` levels. Of two sides,
     the first has the levels that the second leaves.
     """
     steps = widths / levels
@@ -132,7 +132,7 @@ def _errors(sides: list[Pieces], levels: int, widths: Array) -> tuple[Array, Arr
 
 
 def _changes(side: Pieces, levels: int, steps: Array) -> Iterator[Array]:
-    """What each further level changes in the squared error, (G, C) for j = 1 … levels."""
+    """Change of the squared error by each further level, (G, C) for j = 1 … levels."""
     for j in range(1, levels + 1):
         count, total = side.beyond((j - 0.5) * steps)
         yield (2 * j - 1) * steps**2 * count - 2 * steps * total
@@ -145,10 +145,10 @@ def _gains(
     found: tuple[Array, Array],
     plain: tuple[Array, Array],
 ) -> NDArray[np.bool_]:
-    """Whether a found grid, its width and levels below zero, beats the plain one for certain, (G,).
+    """Whether a found grid (its width and levels below zero) certainly beats the plain one, (G,).
 
-    The values of a bin are taken as independent, or as one value many times where both neighbours
-    of the bin are empty, as they are where there are few different values.
+    The values of a bin are assumed independent, or one value repeated if both neighbours of the bin
+    are empty, as happens with few different values.
     """
     gain, variance = np.zeros(len(found[0])), np.zeros(len(found[0]))
     places = (np.arange(_SAMPLES) + 0.5) / _SAMPLES

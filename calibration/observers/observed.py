@@ -1,4 +1,4 @@
-"""What an observer is given: histograms with exact extremes, and their values as pieces."""
+"""The input of observers: histograms with exact extremes, and their values as pieces."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +18,8 @@ Range = tuple[NDArray[np.float32], NDArray[np.float32]]
 class Pieces:
     """Magnitudes of G groups as uniform densities on W pieces, and the number of zeros.
 
-    A piece is a bin of the histogram, cut at the group's exact extremes; one that the cuts leave
-    without width is a point.
+    A piece is a bin of the histogram, cut at the group's exact extremes; a piece left without width
+    is a point.
 
     Attributes:
         counts: (G, W) fp64.
@@ -56,7 +56,7 @@ class Pieces:
         """Count and Σx of the pieces from each column on, (G, W + 1) each."""
         tails = []
         for values in (self.counts, self.counts * (self.low + self.high) / 2):
-            # From the far end, so that a thin tail keeps its digits beside a heavy body.
+            # From the far end, so that a thin tail keeps its precision next to a heavy body.
             tail = np.zeros((len(values), values.shape[1] + 1))
             tail[:, :-1] = values[:, ::-1].cumsum(1)[:, ::-1]
             tails.append(tail)
@@ -79,7 +79,7 @@ class Pieces:
         groups, width = self.counts.shape
         if not width:
             return np.zeros_like(points), np.zeros_like(points)
-        # A bin is the sixteen leading bits of its values: no search.
+        # A bin is the sixteen leading bits of its values: no search needed.
         with np.errstate(over="ignore"):  # infinity lies in the last column too
             bins = points.astype(np.float32).view(np.uint32) >> 16
         columns = np.clip(bins.astype(np.int64) - self.first, 0, width - 1)
@@ -88,7 +88,7 @@ class Pieces:
         low, high = self.low.take(at), self.high.take(at)
         inside = np.clip(points, low, high)
         share = (inside - low) * self._inverse_width.take(at)
-        # Of a piece without width all or nothing lies above.
+        # A piece without width lies above either completely or not at all.
         share = np.where(points >= high, 1.0, share)
         taken = self.counts.take(at) * share
         beyond, total = (tail.take(at + row) for tail in self._tails)
@@ -101,7 +101,7 @@ class Observed:
 
     Attributes:
         histogram: signed counts of the groups.
-        least, most: exact extremes, (G,) fp32; +inf and −inf of a group that holds nothing.
+        least, most: exact extremes, (G,) fp32; +inf and −inf for an empty group.
     """
 
     histogram: Histogram
@@ -110,7 +110,7 @@ class Observed:
 
     @classmethod
     def of(cls, values: NDArray[np.float32]) -> "Observed":
-        """Of raw values, (G, n) fp32, finite, n > 0."""
+        """From raw values, (G, n) fp32, finite, n > 0."""
         return cls(Histogram.of(values), values.min(1), values.max(1))
 
     def total(self) -> "Observed":
@@ -123,14 +123,14 @@ class Observed:
 
     @cached_property
     def ends(self) -> Range:
-        """The exact extremes, 0 and 0 for a group that holds nothing."""
+        """The exact extremes; 0 and 0 for an empty group."""
         empty = self.least > self.most
         zero = np.float32(0)
         return np.where(empty, zero, self.least), np.where(empty, zero, self.most)
 
     @cached_property
     def absmax(self) -> NDArray[np.float32]:
-        """Largest magnitude, (G,); 0 for a group that holds nothing."""
+        """Largest magnitude, (G,); 0 for an empty group."""
         least, most = self.ends
         return np.maximum(np.abs(least), np.abs(most))
 
@@ -152,7 +152,7 @@ class Observed:
 
     @cached_property
     def sides(self) -> tuple[Pieces, Pieces]:
-        """The positive values, and the magnitudes of the negative ones; zeros in the first."""
+        """The positive values, with the zeros, and the magnitudes of the negative ones."""
         least, most = (end.astype(np.float64) for end in self.ends)
         counts = self.histogram.counts
         positive = self._pieces(counts[:, 0], np.maximum(least, 0), np.maximum(most, 0))

@@ -14,18 +14,19 @@ DEFAULT = 99.9
 def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None) -> Range:
     """Ends between which `parameter` per cent of the values lie, by linear interpolation of ranks.
 
-    Symmetric: the magnitude below which so many of the magnitudes lie, as both ends. Asymmetric:
-    (100 − parameter)/2 per cent of the signed values lie below the range, as many above.
+    Symmetric: the magnitude below which that share of the magnitudes lies, as both ends.
+    Asymmetric: (100 − parameter)/2 per cent of the signed values lie below the range, and as many
+    above.
 
     Args:
         observed: G groups.
-        bits: unused; the share that is clipped does not depend on it.
-        symmetric: which of the two.
+        bits: unused; the clipped share does not depend on it.
+        symmetric: which of the two to find.
         parameter: per cent, in (0, 100], 99.9 by default; 100 is absmax.
 
     Returns:
-        (least, most), fp32, (G,); to 0.4 % of the values between whose ranks each end lies, since a
-        value is known by the middle of its bin.
+        (least, most), fp32, (G,); within 0.4 % of the values between whose ranks each end lies,
+        since a value is represented by the middle of its bin.
 
     Raises:
         UsageError: a percentile outside (0, 100].
@@ -57,7 +58,7 @@ def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None
 
 
 def _percentile(values: Array, counts: NDArray[np.int64], percent: float) -> Array:
-    """Of ascending values (V,) with counts (G, V) int64; (G,), 0 for an empty group."""
+    """Percentile of ascending values (V,) with counts (G, V) int64; (G,), 0 for an empty group."""
     below = counts.cumsum(1)
     result = np.zeros(len(counts))
     for group, ranks in enumerate(below):

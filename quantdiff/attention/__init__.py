@@ -1,6 +1,6 @@
-"""What differential attention is: head layouts, reference mathematics, modules, backends.
+"""Differential attention: head layouts, reference mathematics, modules, backends.
 
-The names are fetched on first use, so that importing this package does not import torch.
+The names are imported on first use, so that importing this package does not import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Softmax attention over grouped heads, by whichever implementation is asked for.
+"""Softmax attention over grouped heads, in the requested implementation.
 
-Every backend takes and gives the same: causal attention of N queries that stand at the end of M
-keys, padding left out, rows of padded queries zero.
+All backends take and return the same: causal attention of N queries at the end of M keys, padding
+left out, rows of padded queries zero.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ __all__ = ["BACKENDS", "attend", "choose", "visible"]
 
 
 def visible(rows: int, keys: int, kept: Tensor | None, device: Any = None) -> Tensor:
-    """Which keys a query may attend: (1 or B, 1, N, M), True where it may.
+    """Which keys a query may attend to: (1 or B, 1, N, M), True where it may.
 
     Args:
         rows, keys: N and M; the queries are the last N of the M tokens.
@@ -50,7 +50,7 @@ def attend(
         (B, H, N, w), zeros in the rows of padded queries.
 
     Raises:
-        UsageError: an unknown backend, or shapes that it does not take.
+        UsageError: an unknown backend, or shapes that it does not support.
     """
     if kept is not None and bool(kept.all()):
         kept = None
@@ -75,7 +75,7 @@ def choose(query: Tensor, value_width: int) -> str:
 
 
 def _with_diagonal(rows: int, keys: int, kept: Tensor) -> Tensor:
-    """`visible`, but a padded query sees itself: a row without any key makes NaN gradients."""
+    """`visible`, but a padded query sees itself: a row without any key gives NaN gradients."""
     seen = visible(rows, keys, kept)
     place = torch.arange(keys, device=kept.device)
     return seen | (place[None, :] == place[keys - rows :, None])
@@ -98,7 +98,7 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None) -> Tensor:
     width, rows, keys = query.shape[-1], query.shape[2], key.shape[2]
     if value.shape[-1] > width and value.shape[-1] % width == 0:
-        # torch's fused kernels want equal widths; the one that does not materialises (N, M).
+        # torch's fused kernels require equal widths; the one that does not materialises (N, M).
         parts = [_sdpa(query, key, part, scale, kept) for part in value.split(width, -1)]
         return torch.cat(parts, -1)
     mask = None
@@ -108,7 +108,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor 
         mask = visible(rows, keys, None, query.device)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        # torch's one fused kernel for these knows no groups; without it (N, M) is materialised.
+        # torch's only fused kernel for these has no groups; without it (N, M) is materialised.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         grouped = False
     return F.scaled_dot_product_attention(
@@ -139,10 +139,10 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor 
 
     batch = None if kept is None else query.shape[0]
     mask = create_block_mask(mask_mod, batch, None, rows, keys, device=query.device)
-    # On a CPU its plain form: compiling takes longer there than most runs.
+    # Not compiled on a CPU: compiling takes longer there than most runs.
     function: Callable[..., Tensor] = flex_attention if cpu else _compiled_flex()
-    # It does not run under a mode such as the one by which a recording looks for flash-attn. Code
-    # that is being compiled meets none.
+    # It does not run under a mode such as the one that a recording uses to find flash-attn. Code
+    # that is being compiled runs under none.
     with nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
         return function(
             query,

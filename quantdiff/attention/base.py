@@ -16,7 +16,7 @@ class LayerCache(Protocol):
     """Keys and values of one layer, for example transformers' `DynamicLayer()`."""
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, G, N, d) each, and give all there are, (B, G, M, d)."""
+        """Append (B, G, N, d) each, and return all of them, (B, G, M, d)."""
 
 
 class Attention(nn.Module):
@@ -66,16 +66,16 @@ class Attention(nn.Module):
 
         Args:
             x: (B, N, C).
-            rel_pos: cosine and sine of the tokens' places, (N, d/2) or (B, N, d/2) each; see
+            rel_pos: cosine and sine of the tokens' positions, (N, d/2) or (B, N, d/2) each; see
                 `rotary_table`.
             attention_mask: (B, M), 1 for tokens and 0 for padding, cached tokens included.
-            cache: keys and values of earlier tokens, to which those of `x` are added.
+            cache: keys and values of earlier tokens, to which those of `x` are appended.
 
         Returns:
             (B, N, C).
 
         Raises:
-            UsageError: `x`, `rel_pos` or the mask are of another shape, or the cache is that of a
+            UsageError: `x`, `rel_pos` or the mask has the wrong shape, or the cache is that of a
                 whole model.
         """
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
@@ -109,11 +109,11 @@ class Attention(nn.Module):
         return result
 
     def combine(self, out: Tensor, x: Tensor) -> Tensor:
-        """From the outputs of all query heads (B, H, N, w) to those that are left (B, h, N, w)."""
+        """Reduce the outputs of all query heads (B, H, N, w) to those left (B, h, N, w)."""
         return out
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As in torch; with `strict`, a name too much or too few is one sentence."""
+        """As in torch; with `strict`, an unexpected or missing name is reported in one sentence."""
         own = set(self.state_dict())
         kind, given = type(self).__name__, set(state_dict)
         if strict and given - own:
@@ -127,7 +127,7 @@ class Attention(nn.Module):
 
     # torch calls this for a module inside a model too, but always with strict=True.
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Refuse parameters of another shape, which are of other head counts, by name."""
+        """Refuse parameters of another shape, which come from other head counts, by name."""
         for name, parameter in self.state_dict().items():
             given = state_dict.get(prefix + name)
             if isinstance(given, Tensor) and given.shape != parameter.shape:

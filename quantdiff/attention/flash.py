@@ -1,10 +1,10 @@
-"""The flash-attn packages: which works here, which head widths it takes, how it is called.
+"""The flash-attn packages: which works here, which head widths it supports, how it is called.
 
-flash-attn 2 wants equal widths of queries and values. flash-attn 3 (package flash_attn_interface)
-takes other value widths on Hopper for query heads of up to 64, up to 512, but not 128 with 256.
-flash-attn 4 (flash_attn.cute) takes any from 8 to 256 on Hopper and up to 128 on what came after.
-Differential attention V1 has values of twice the query's width; where a kernel does not take them,
-the values are split and it is called twice.
+flash-attn 2 requires equal widths of queries and values. flash-attn 3 (package
+flash_attn_interface) supports other value widths on Hopper, up to 512 for query heads of up to 64,
+but not 128 with 256. flash-attn 4 (flash_attn.cute) supports any from 8 to 256 on Hopper and up to
+128 on later GPUs. Differential attention V1 has values of twice the query's width; where a kernel
+does not support them, the values are split and it is called twice.
 """
 
 import importlib
@@ -30,9 +30,9 @@ class Kernel:
     """One of the packages.
 
     Attributes:
-        name: as people say it.
+        name: as shown to users.
         module: where its functions are imported from.
-        takes: whether it takes these widths of queries and values on a GPU whose compute
+        takes: whether it supports these widths of queries and values on a GPU whose compute
             capability begins with that number.
     """
 
@@ -69,8 +69,8 @@ KERNELS = (
 def _functions(module: str) -> tuple[Any, Any] | None:
     """A package's two functions, or None where it is missing or does not work.
 
-    Importing is the only test that tells: flash-attn 2 brings a folder of version 4 without what
-    that needs, and version 4 alone leaves a package of version 2's name without its functions.
+    Importing is the only reliable test: flash-attn 2 ships a folder of version 4 without what that
+    needs, and version 4 alone leaves a package of version 2's name without its functions.
     """
     try:
         found = importlib.import_module(module)
@@ -83,7 +83,7 @@ def capability(tensor: Tensor) -> int:
     """First number of the compute capability of the GPU that a tensor lies on.
 
     Raises:
-        UsageError: it lies elsewhere, or is in a precision that flash-attn does not take.
+        UsageError: it lies elsewhere, or is in a precision that flash-attn does not support.
     """
     if not tensor.is_cuda or tensor.dtype not in (torch.float16, torch.bfloat16):
         raise UsageError(
@@ -95,9 +95,9 @@ def capability(tensor: Tensor) -> int:
 
 @cache
 def find(qk_width: int, value_width: int, major: int) -> tuple[Kernel, int] | None:
-    """The kernel for these widths and into how many parts the values are split, or None.
+    """The kernel for these widths and how many parts the values are split into, or None.
 
-    One that takes the values whole comes before one that does not, a newer before an older one.
+    A kernel that takes the values whole is preferred, then a newer one.
     """
     working = [kernel for kernel in KERNELS if _functions(kernel.module) is not None]
     for kernel in working:
@@ -112,10 +112,10 @@ def find(qk_width: int, value_width: int, major: int) -> tuple[Kernel, int] | No
 
 @cache
 def plan(qk_width: int, value_width: int, major: int) -> tuple[Kernel, int]:
-    """`find`, said in one log line the first time.
+    """`find`, reported in one log line the first time.
 
     Raises:
-        UsageError: no package works here, or none of them takes these widths on this GPU.
+        UsageError: no package works here, or none of them supports these widths on this GPU.
     """
     found = find(qk_width, value_width, major)
     if found is None:
@@ -136,7 +136,7 @@ def plan(qk_width: int, value_width: int, major: int) -> tuple[Kernel, int]:
 
 
 def forget() -> None:
-    """Look anew for packages, after one was installed or removed."""
+    """Look for the packages again, after one was installed or removed."""
     for known in (_functions, find, plan):
         known.cache_clear()
 
@@ -156,7 +156,7 @@ def call(
         (B, H, N, w), zeros in the rows of padded queries.
 
     Raises:
-        UsageError: widths that the kernel does not take here, or it does not work here.
+        UsageError: the kernel does not support these widths here, or does not work here.
     """
     widths = query.shape[-1], value.shape[-1]
     if not kernel.takes(*widths, capability(query)):
@@ -188,7 +188,7 @@ def _packed(
     asking: Tensor,
     scale: float,
 ) -> Tensor:
-    """The call over real tokens alone, sequence behind sequence: (tokens, H, d) each."""
+    """The call over real tokens only, one sequence after another: (tokens, H, d) each."""
     queries, keys = (x.sum(1, dtype=torch.int32) for x in (asking, kept))
     given = {
         "cu_seqlens_q": torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0)),
@@ -197,11 +197,11 @@ def _packed(
         "causal": True,
     }
     longest = {"max_seqlen_q": int(queries.max()), "max_seqlen_k": int(keys.max())}
-    known = inspect.signature(function).parameters  # flash-attn 4 began without them
+    known = inspect.signature(function).parameters  # early flash-attn 4 lacks them
     given |= {name: value for name, value in longest.items() if name in known}
     return _first(function(query, key, value, **given))
 
 
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The output; some versions return their log-sum-exp beside it."""
+    """The output; some versions return the log-sum-exp with it."""
     return output[0] if isinstance(output, tuple) else output

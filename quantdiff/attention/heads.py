@@ -1,4 +1,4 @@
-"""The softmax maps of all heads of a layer, weighing their values; the place where we look in."""
+"""The softmax maps of all heads of a layer, applied to their values; where hooks record them."""
 
 from itertools import pairwise
 
@@ -13,9 +13,9 @@ __all__ = ["Heads"]
 
 
 class Heads(nn.Module):
-    """Attention of every query head, in the calls that the layout asks for; has no parameters.
+    """Attention of every query head, in the calls that the layout requires; has no parameters.
 
-    A module of its own, so that hooks meet the queries and keys of all heads in one call, whatever
+    A module of its own, so that hooks see the queries and keys of all heads in one call, whatever
     the backend.
 
     Args:
@@ -46,11 +46,11 @@ class Heads(nn.Module):
         Args:
             query: (B, H, N, d).
             key, value: (B, G, M, d), the N tokens being the last of M.
-            kept: (B, M), 0 or False at padding, as it was given to the model: the recorder reads
-                a mask once for all layers that share it; or None.
+            kept: (B, M), 0 or False at padding, the very tensor given to the model, since the
+                recorder reads a mask once for all layers that share it; or None.
 
         Returns:
-            (B, H, N, w), w being d or 2d by the layout.
+            (B, H, N, w), where w is d or 2d, depending on the layout.
         """
         heads, kv_heads = query.shape[1], key.shape[1]
         calls = self.layout.calls(heads, kv_heads)

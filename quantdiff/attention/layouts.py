@@ -1,7 +1,7 @@
 """Head layouts of differential attention: which query heads form a pair, and what they read.
 
-A layout says, for H query heads and G key-value heads in the order of their projections, in which
-calls plain attention computes all softmax maps, and which map is subtracted from which.
+For H query heads and G key-value heads in the order of their projections, a layout determines in
+which calls plain attention computes all softmax maps, and which map is subtracted from which.
 
 | layout            | who                                   | map 1 / map 2              |
 |-------------------|---------------------------------------|----------------------------|
@@ -20,7 +20,7 @@ __all__ = ["LAYOUTS", "Call", "Layout", "branches", "layout"]
 
 @dataclass(frozen=True)
 class Call:
-    """One plain attention call, with grouped queries: head i of it reads key head i // (H/G).
+    """One plain attention call, with grouped queries: its head i reads key head i // (H/G).
 
     Attributes:
         queries: query heads, by their index in the projection.
@@ -38,9 +38,9 @@ class Layout:
     """How the heads of an attention layer pair up.
 
     Attributes:
-        name: as in `LAYOUTS`, with the ratio behind a colon for `grouped`.
-        ratio: signal heads to one noise head.
-        own_keys: whether map 1 and map 2 have key heads of their own; else a pair shares one.
+        name: as in `LAYOUTS`, with the ratio after a colon for `grouped`.
+        ratio: signal heads per noise head.
+        own_keys: whether map 1 and map 2 have key heads of their own; otherwise a pair shares one.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Layout:
         return [2 if head in noise else 1 for head in range(heads)]
 
     def pairs(self, heads: int) -> tuple[list[int], list[int]]:
-        """Heads of map 1 and of map 2 of every head that the subtraction leaves, in their order.
+        """Heads of map 1 and of map 2 for every head left after the subtraction, in their order.
 
         Raises:
             ValueError: the layout is `none`, or `heads` do not form pairs.
@@ -124,7 +124,7 @@ class Layout:
         """Refuse head counts that do not fit.
 
         Raises:
-            ValueError: names the count.
+            ValueError: a count does not fit; the message names it.
         """
         self._check_heads(heads)
         if kv_heads < 1:
@@ -135,7 +135,7 @@ class Layout:
                     f"num_kv_heads = {kv_heads}: in the layout {self} both maps have key heads of "
                     "their own, so their number is even"
                 )
-            maps = heads // (self.ratio + 1)  # of branch 2, the fewer
+            maps = heads // (self.ratio + 1)  # of branch 2, which has fewer
             if maps % (kv_heads // 2):
                 raise ValueError(
                     f"num_kv_heads = {kv_heads} does not divide the heads of the layout {self}: "
@@ -150,19 +150,19 @@ class Layout:
     def check_pairs(
         self, heads: int, kv_heads: int, first: Sequence[int], second: Sequence[int]
     ) -> None:
-        """Refuse pairs whose two maps do not read what this architecture says they must.
+        """Refuse pairs whose two maps do not read the heads that this architecture requires.
 
         Both maps of a pair weigh the same values; in `adjacent_shared` (DIFF V2) they also read the
         same key head. Splitting V2's heads into a first and a second half, as DiffLlama does,
-        breaks that without any error of shape, which is the trap its authors warn of
-        (microsoft/unilm, Diff-Transformer-V2).
+        violates that without any shape error, a trap that its authors warn of (microsoft/unilm,
+        Diff-Transformer-V2).
 
         Args:
             heads, kv_heads: H and G.
             first, second: heads of map 1 and of map 2, pair by pair.
 
         Raises:
-            ValueError: names the first such pair.
+            ValueError: there is such a pair; the message names the first.
         """
         group, kinds = heads // kv_heads, self.branches(heads)
         if self.differential and self.own_keys:
@@ -201,10 +201,10 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout(name: str) -> Layout:
-    """The layout of this name.
+    """The layout with this name.
 
     Raises:
-        ValueError: an unknown name, or a ratio that is no positive integer.
+        ValueError: an unknown name, or a ratio that is not a positive integer.
     """
     if name in LAYOUTS:
         return LAYOUTS[name]
@@ -215,5 +215,5 @@ def layout(name: str) -> Layout:
 
 
 def branches(name: str, heads: int) -> list[int | None]:
-    """Branch of each of H query heads in a layout, by its name; see `Layout.branches`."""
+    """Branch of each of H query heads in the named layout; see `Layout.branches`."""
     return layout(name).branches(heads)

@@ -1,7 +1,7 @@
 """Attention modules: the baseline, DIFF V1, DIFF V2 and grouped DIFF.
 
-Parameter names and shapes are those of the official code (microsoft/unilm, Diff-Transformer, and
-for the grouped one Motif-2-12.7B's), so that its state dicts load with `strict=True`.
+Parameter names and shapes are those of the official code (microsoft/unilm, Diff-Transformer; for
+the grouped module, Motif-2-12.7B's), so that its state dicts load with `strict=True`.
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ class MultiheadAttention(Attention):
 
     Args:
         embed_dim: C; a head is C / num_heads wide.
-        depth: of the layer, which changes nothing here.
+        depth: of the layer; has no effect here.
         num_heads: query heads.
-        num_kv_heads: key-value heads; None for as many.
+        num_kv_heads: key-value heads; None for as many as `num_heads`.
         rotary: `interleaved` as in the official code, or `half` as in transformers.
         backend: `eager`, `sdpa`, `flex`, `flash`, or `auto`.
 
@@ -84,7 +84,7 @@ class _LambdaVectors(Attention):
         return first - second + self.lambda_init
 
     def combine(self, out: Tensor, x: Tensor) -> Tensor:
-        """Subtract, norm each head, scale: (B, H, N, 2d) to (B, h, N, 2d)."""
+        """Subtract, normalize each head, scale: (B, H, N, 2d) to (B, h, N, 2d)."""
         first, second = self.heads.layout.pairs(out.shape[1])
         out = out[:, first] - self.lambda_full(out.dtype) * out[:, second]
         normed: Tensor = self.subln(out)
@@ -98,7 +98,7 @@ class DifferentialAttentionV1(_LambdaVectors):
         embed_dim: C; a head is C / num_heads / 2 wide, its values twice that.
         depth: of the layer, from 0; sets λ_init. Some checkpoints were trained with depth − 1.
         num_heads: differential heads, half of a Transformer's; there are twice as many maps.
-        num_kv_heads: differential key-value heads; None for as many.
+        num_kv_heads: differential key-value heads; None for as many as `num_heads`.
         rotary, backend: as in `MultiheadAttention`.
 
     Raises:
@@ -135,7 +135,7 @@ class GroupedDifferentialAttention(_LambdaVectors):
         embed_dim: C.
         depth: sets λ_init; Motif passes depth − 1.
         num_heads: all query heads, signal and noise.
-        num_noise_heads: of these, one behind each group of signal heads.
+        num_noise_heads: noise heads among them, one after each group of signal heads.
         num_kv_heads: all key-value heads; even ones are read by signal heads, odd ones by noise
             heads, and values are two of them side by side.
         head_dim: d.
@@ -178,11 +178,11 @@ class GroupedDifferentialAttention(_LambdaVectors):
 
 
 class DifferentialAttentionV2(Attention):
-    """DIFF V2's attention: twice the query heads, shared keys and values, λ for each token.
+    """DIFF V2's attention: twice the query heads, shared keys and values, λ per token.
 
     Args:
         d_model: C.
-        num_heads: heads that the subtraction leaves; there are twice as many query heads.
+        num_heads: heads left after the subtraction; there are twice as many query heads.
         num_kv_heads: key-value heads; None for as many as `num_heads`.
         head_dim: d.
         rotary, backend: as in `MultiheadAttention`.
@@ -215,13 +215,13 @@ class DifferentialAttentionV2(Attention):
         self.lambda_proj = nn.Linear(d_model, num_heads, bias=False)
 
     def combine(self, out: Tensor, x: Tensor) -> Tensor:
-        """Subtract λ of each token and pair times its second map: (B, 2h, N, d) to (B, h, N, d)."""
+        """Subtract λ, per token and pair, times the second map: (B, 2h, N, d) to (B, h, N, d)."""
         lam = torch.sigmoid(self.lambda_proj(x)).transpose(1, 2)[..., None]  # (B, h, N, 1)
         return out[:, 0::2] - lam * out[:, 1::2]
 
 
 def _kv(num_heads: int, num_kv_heads: int | None) -> int:
-    """Key-value heads of differential heads; checked here, in the caller's numbers."""
+    """Key-value heads of differential heads; checked here, to report the caller's numbers."""
     if num_heads < 1:
         raise UsageError(f"num_heads is 1 or more, not {num_heads}")
     count = num_heads if num_kv_heads is None else num_kv_heads

@@ -1,6 +1,6 @@
 """Differential attention in plain torch, everything materialised, at any dtype up to fp64.
 
-What every fast path is compared with. Sources: V1, arXiv 2410.05258, equations 1 to 3 and its
+The reference of every fast path. Sources: V1, arXiv 2410.05258, equations 1 to 3 and its
 official code (microsoft/unilm, Diff-Transformer, multihead_flashdiff_1.py); V2, the official code
 (Diff-Transformer-V2, multihead_flashdiffv2.py); grouped, arXiv 2510.06949.
 """
@@ -27,7 +27,7 @@ def lambda_init(depth: float) -> float:
     """λ_init = 0.8 − 0.6·exp(−0.3·depth), the first layer having depth 0 (2410.05258, eq. 3).
 
     The paper counts layers from 1 and writes l − 1. Some public ports pass depth − 1 and so begin
-    at −0.0099; a checkpoint is to be read with the convention it was trained with.
+    at −0.0099; a checkpoint must be read with the convention it was trained with.
     """
     return 0.8 - 0.6 * math.exp(-0.3 * depth)
 
@@ -43,7 +43,7 @@ def lambda_v1(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, init: float) -> Te
 
 
 def lambda_v2(projected: Tensor) -> Tensor:
-    """λ = sigmoid(W·x) for each token and head: any shape to the same (official V2 code)."""
+    """λ = sigmoid(W·x) per token and head, of the shape of its input (official V2 code)."""
     return torch.sigmoid(projected)
 
 
@@ -53,8 +53,8 @@ def softmax_maps(query: Tensor, key: Tensor, scale: float, seen: Tensor, layout:
     Args:
         query: (B, H, N, d); key: (B, G, M, d), heads in the order of their projections.
         scale: of the logits.
-        seen: broadcastable to (B, H, N, M), True where a query may attend. A row that may attend
-            nothing is all zeros.
+        seen: broadcastable to (B, H, N, M), True where a query may attend. A row with nothing to
+            attend to is all zeros.
         layout: which key head a query head reads.
 
     Returns:
@@ -73,7 +73,7 @@ def differential_maps(maps: Tensor, lam: Tensor, layout: Layout) -> Tensor:
 
     Args:
         maps: softmax maps, (B, H, N, M).
-        lam: λ, broadcastable to (B, h, N, 1): a scalar in V1, one a token and head in V2.
+        lam: λ, broadcastable to (B, h, N, 1): a scalar in V1, one per token and head in V2.
         layout: a differential one.
 
     Returns:
@@ -105,7 +105,7 @@ def differential_attention(
     layout: Layout,
     lam: Tensor | None = None,
 ) -> Tensor:
-    """The output of every head that the subtraction leaves, before any norm.
+    """The output of every head left after the subtraction, before any norm.
 
     Args:
         query: (B, H, N, d); key, value: (B, G, M, d).

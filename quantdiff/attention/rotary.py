@@ -29,7 +29,7 @@ def rotary_table(positions: Tensor, width: int, base: float = 10000.0) -> tuple[
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, arrangement: str = "interleaved") -> Tensor:
-    """Turn the channel pairs of every head by the angles of its token.
+    """Rotate the channel pairs of every head by its token's angles.
 
     Args:
         x: (B, H, N, d).
@@ -37,7 +37,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, arrangement: str = "interleaved"
         arrangement: one of `ROTARY`.
 
     Returns:
-        (B, H, N, d), computed in fp32 (fp64 for fp64) and rounded once, as the official kernel.
+        (B, H, N, d), computed in fp32 (fp64 for fp64) and rounded once, as in the official kernel.
 
     Raises:
         UsageError: an unknown arrangement, or a table that does not fit.

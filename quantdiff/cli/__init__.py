@@ -1,4 +1,4 @@
-"""The command line: one file a command."""
+"""The command line: one file per command."""
 
 import os
 import sys
@@ -11,13 +11,13 @@ from quantdiff.errors import UsageError
 
 __all__ = ["main"]
 
-# The parser's own, which no version of typer exports by name.
+# The parser's base class of option errors, which no version of typer exports by name.
 _OptionError: Any = typer.BadParameter.__base__
 
 
 def main() -> None:
-    """Run the command line; a user's mistake ends with one line on stderr and exit code 2."""
-    # They register themselves.
+    """Run the command line; a user's mistake gives one line on stderr and exit code 2."""
+    # Importing them registers the commands.
     from quantdiff.cli import (  # noqa: F401
         calibrate,
         compare,
@@ -32,8 +32,8 @@ def main() -> None:
 
     try:
         with warnings_as_notes():
-            # Without arguments the help is shown. Otherwise typer prints a box where it finds a
-            # mistake, and does not hand it on.
+            # Without arguments the help is shown. With arguments, standalone typer would print a
+            # mistake in a box and not raise it.
             code = app(prog_name="quantdiff", standalone_mode=len(sys.argv) < 2)
     except UsageError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -44,13 +44,13 @@ def main() -> None:
     except typer.Abort:
         sys.stderr.write("aborted\n")
         sys.exit(1)
-    except BrokenPipeError:  # the reader, for example head, has seen enough
+    except BrokenPipeError:  # the reader, for example head, has stopped reading
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(code)
 
 
 def _in_one_line(error: Any) -> str:
-    """What the parser of options found, and where the options are told of."""
+    """The option parser's error, and where the options are documented."""
     command = "quantdiff COMMAND" if error.ctx is None else error.ctx.command_path
     return f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} --help"

@@ -84,7 +84,7 @@ def calibrate(
     if as_json:
         common.silence_libraries()
     with ExitStack() as stack:
-        # The folder first: an output that cannot be written must not cost a calibration.
+        # The folder first: an output that cannot be written must not waste a calibration.
         stage = None
         if out is not None:
             stage = stack.enter_context(
@@ -151,7 +151,7 @@ def _print(table: "CalibrationTable", out: Path | None) -> None:
 
 
 def _ranges(table: "CalibrationTable") -> "Table":
-    """One row an attention site: how far a symmetric grid over all of its heads would reach."""
+    """One row per attention site: how far a symmetric grid over all of its heads would reach."""
     import numpy as np
     from rich import box
     from rich.table import Table
@@ -174,7 +174,7 @@ def _ranges(table: "CalibrationTable") -> "Table":
 
 
 def _movement(table: "CalibrationTable") -> list[str]:
-    """How much the ranges still moved, in one line."""
+    """One line on how much the ranges still moved."""
     moved = table.convergence()
     if not moved:
         return []

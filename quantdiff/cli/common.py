@@ -42,7 +42,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    """Keep `quantdiff COMMAND` even while there is one command only."""
+    """Keep `quantdiff COMMAND` even if there is only one command."""
 
 
 Model = Annotated[
@@ -87,21 +87,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and no 
 
 
 def command_line() -> str:
-    """The command, for the record; it is `quantdiff` as well where Python was given the module."""
+    """The command line, for the record; starts with `quantdiff` even after `python -m`."""
     return shlex.join(["quantdiff", *sys.argv[1:]])
 
 
 def listed(values: list[str]) -> list[str]:
-    """The entries of an option that takes lists with commas and may repeat, each once."""
+    """The entries, each once, of an option that takes comma-separated lists and may repeat."""
     entries = [entry.strip() for value in values for entry in value.split(",")]
     return list(dict.fromkeys(entry for entry in entries if entry))
 
 
 def sites_of(values: list[str]) -> list[str]:
-    """What `--sites` asks for; `all` is every site that is recorded on request.
+    """The sites that `--sites` requests; `all` is every site that is recorded on request.
 
     Raises:
-        UsageError: a site that is not known.
+        UsageError: an unknown site.
     """
     from quantdiff.errors import UsageError
     from quantdiff.statistics.activations import RECORDED
@@ -114,12 +114,12 @@ def sites_of(values: list[str]) -> list[str]:
 
 
 def report_step(step: str) -> None:
-    """Tell a user on stderr what is being done now."""
+    """Report the current step on stderr."""
     sys.stderr.write(f"{step}\n")
 
 
 def silence_libraries() -> None:
-    """Keep the progress bars of transformers off a machine's stderr."""
+    """Keep the progress bars of transformers off stderr."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -147,16 +147,16 @@ def warnings_as_notes() -> Iterator[None]:
             else:
                 shown(message, category, *rest, **options)
 
-        warnings.showwarning = show  # catch_warnings brings the old one back
+        warnings.showwarning = show  # catch_warnings restores the old one
         yield
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C end the work at the next good place; a second Ctrl-C ends it at once.
+    """Make Ctrl-C end the work at the next safe point; a second Ctrl-C ends it at once.
 
     Yields:
-        A function that tells whether Ctrl-C was pressed.
+        A function that returns whether Ctrl-C was pressed.
     """
     pressed = False
 
@@ -179,7 +179,7 @@ def token_progress(description: str, total: int, *, quiet: bool) -> Iterator[Cal
     """A progress bar over tokens with tokens/s and time left, on stderr.
 
     Yields:
-        A function to be told the number of tokens done since the last call.
+        A function that takes the number of tokens done since its last call.
     """
     from rich.console import Console
     from rich.progress import (
@@ -194,7 +194,7 @@ def token_progress(description: str, total: int, *, quiet: bool) -> Iterator[Cal
     from rich.text import Text
 
     class Speed(ProgressColumn):
-        """Tokens a second."""
+        """Tokens per second."""
 
         def render(self, task: Task) -> Text:
             speed = task.finished_speed or task.speed
@@ -205,7 +205,7 @@ def token_progress(description: str, total: int, *, quiet: bool) -> Iterator[Cal
         TimeRemainingColumn(),
     )  # fmt: skip
     console = Console(stderr=True)
-    if not quiet and not console.is_terminal:  # a log gets one line where a screen gets a bar
+    if not quiet and not console.is_terminal:  # a log gets one line instead of a bar
         console.print(f"{description}: {total:,} tokens")
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)

@@ -28,8 +28,8 @@ Examples:
   quantdiff compare runs/profile-plain runs/profile-diff --json
 """
 
+WORD = 10  # minimum width of a column, in characters, unless its content is narrower
 # Tables that a terminal shows; the page has all of them.
-WORD = 10  # letters of a line of names, at least
 MAIN = ("outliers", "table-5", "bits-", "figure-8", "branches", "checkpoints")
 
 
@@ -55,13 +55,13 @@ def compare(
     overwrite: common.Overwrite = False,
     as_json: common.Json = False,
 ) -> None:
-    """Compare models: outliers, accuracy against bits, checkpoints, and where all of it is from."""
+    """Compare models: outliers, accuracy against bits, checkpoints, and their provenance."""
     from quantdiff.analysis.compare import Comparison
     from quantdiff.analysis.report.writing import REPORT, write_report
     from quantdiff.files import staged_folder
 
     with ExitStack() as stack:
-        # The folder first: an output that cannot be written must not cost the reading.
+        # The folder first: an output that cannot be written must not waste the reading.
         stage = None
         if out is not None:
             _check_out(out)
@@ -81,7 +81,7 @@ def compare(
 
 
 def _check_out(out: Path) -> None:
-    """Refuse the folder of a run, whose figures have the names of a report's."""
+    """Refuse the folder of a run, whose figures have the same names as a report's."""
     from quantdiff.analysis.compare.reading import markers
     from quantdiff.errors import UsageError
 
@@ -90,7 +90,7 @@ def _check_out(out: Path) -> None:
 
 
 def owned(out: Path) -> list[str]:
-    """The files that an earlier report left: what stands in its lists of tables and figures."""
+    """The files that an earlier report left, from its lists of tables and figures."""
     owned = []
     for part, suffixes in (("tables", "csv md tex"), ("figures", "csv png svg")):
         try:
@@ -117,7 +117,7 @@ def _content(comparison: "Comparison", page: Path | None) -> dict[str, Any]:
 
 
 def _records(frame: "pd.DataFrame") -> list[dict[str, Any]]:
-    """The rows of a frame for JSON, which knows neither NaN nor NumPy's numbers."""
+    """The rows of a frame for JSON, which has neither NaN nor NumPy's numbers."""
     plain = frame.astype(object).where(frame.notna(), None)
     return [
         {
@@ -140,7 +140,7 @@ def show_comparison(comparison: "Comparison", page: Path | None) -> None:
     for part in comparison.tables().tables:
         if part.key.startswith(MAIN):
             shown = _shown(part)
-            # Wider than a narrow terminal, if it must be: no digit may be lost.
+            # Wider than a narrow terminal if necessary: no digit may be lost.
             least = Measurement.get(console, console.options, shown).minimum
             console.print(shown, width=max(console.width, least), crop=False)
             console.print(Text(f"{part.caption}\n", style="dim"))

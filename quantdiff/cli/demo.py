@@ -1,4 +1,4 @@
-"""`quantdiff demo`: profiles, a sweep and their report, of the models at hand without a network."""
+"""`quantdiff demo`: profiles, sweeps and their report for the models available offline."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ Examples:
   quantdiff demo --json
 """
 
-TOKENS = 16_384  # of a model of the zoo
+TOKENS = 16_384  # for a model of the zoo
 TOKENS_OF_OTHERS = 2_048  # which are larger
 SWEPT = 8_192  # tokens: enough windows for an interval of the differences between models
 SWEPT_OF_OTHERS = 512
@@ -59,7 +59,7 @@ def demo(
     there = [folder for folder in (*folders, *sweeps, out / "report") if folder.exists()]
     if there and not overwrite:
         raise UsageError(f"{there[0]} is there already: choose another --out or pass --overwrite")
-    # The folder first: an output that cannot be written must not cost the work.
+    # The folder first: an output that cannot be written must not waste the work.
     with staged_folder(
         out / "report", marker=REPORT, owned=owned(out / "report"), overwrite=overwrite
     ) as stage:
@@ -86,7 +86,7 @@ def demo(
 
 
 def _names() -> list[str]:
-    """The models that are at hand, the Transformer of the zoo first."""
+    """The models that are available, the Transformer of the zoo first."""
     from quantdiff.models.smollm2 import PACKAGE
     from quantdiff.models.zoo import shipped
 
@@ -119,7 +119,7 @@ def _sweep(models: list[tuple[Any, Any, str]], folder: Path, *, quiet: bool) -> 
 
 
 def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> tuple[Any, Any, str]:
-    """Record a model; it with its tokenizer and name, since opening one may take a while."""
+    """Record a model; returns it, its tokenizer and its name, since opening it may take a while."""
     from quantdiff.analysis.profiling import profile_text
     from quantdiff.calibration.text import text_windows
     from quantdiff.files import staged_folder

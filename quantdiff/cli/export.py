@@ -117,7 +117,7 @@ def export(
     from quantdiff.models import context_length, describe, load
     from quantdiff.models.options import resolve_device
 
-    # All that can be refused before a large model is loaded.
+    # Everything that can be refused before a large model is loaded.
     chosen = find_format(format_)
     chosen.check(Options(double_quant), resolve_device(device))
     check_out(out, overwrite)
@@ -190,7 +190,7 @@ class _Progress:
 
 
 def _shown(function: Any, bar: Any, told: _Progress) -> Any:
-    """The measurement with its progress bar, which must not stand there before it begins."""
+    """The measurement with its progress bar, which must not appear before it begins."""
 
     def measure(copy: Any) -> Any:
         with bar as told.tell:
@@ -226,10 +226,10 @@ def _schemes(
 def _refuse_unused(
     context: typer.Context, format_: str, *, calibrated: bool, measure: bool, static: bool
 ) -> None:
-    """Refuse options of which nothing would come.
+    """Refuse options that would have no effect.
 
     Raises:
-        UsageError: names the first.
+        UsageError: there is one; the message names the first.
     """
     from quantdiff.errors import UsageError
 
@@ -251,7 +251,7 @@ def _refuse_unused(
 
 
 def _whole_numbers(values: list[str]) -> list[int]:
-    """The entries of `--bits`, in their order and each as often as it is given."""
+    """The entries of `--bits`, in their order, repetitions included."""
     from quantdiff.errors import UsageError
 
     entries = [entry.strip() for value in values for entry in value.split(",") if entry.strip()]

@@ -1,4 +1,4 @@
-"""`quantdiff models`: what can be opened by name, and the head layouts that are known."""
+"""`quantdiff models`: what can be opened by name, and the known head layouts."""
 
 import json
 
@@ -17,7 +17,7 @@ Examples:
 def models(as_json: common.Json = False) -> None:
     """List the models that have a name, and the families of differential attention.
 
-    Losses of the zoo are nats a token on the shipped held-out text.
+    Losses of the zoo are in nats per token, on the shipped held-out text.
     """
     from quantdiff.models import known_names
     from quantdiff.models.families import FAMILIES, MODULES

@@ -123,7 +123,7 @@ def profile(
     if as_json:
         common.silence_libraries()
     with ExitStack() as stack:
-        # The folder first: an output that cannot be written must not cost a recording.
+        # The folder first: an output that cannot be written must not waste a recording.
         stage = None
         if out is not None:
             stage = stack.enter_context(

@@ -40,7 +40,7 @@ Examples:
   torchrun --nproc-per-node 8 -m quantdiff sweep my/model --eval perplexity --out runs/many
 """
 
-# Parameter -> option, of those that go with --bits alone.
+# Parameter -> option, for those that apply to --bits only.
 _OF_GRID = {
     "sites": "--site",
     "ranges": "--range",
@@ -199,7 +199,7 @@ def sweep(
     trust_remote_code: common.TrustRemoteCode = False,
     as_json: common.Json = False,
 ) -> None:
-    """Evaluate models at low bit widths: a grid of cells that goes on where it was stopped."""
+    """Evaluate models at low bit widths: a grid of cells that resumes where it was stopped."""
     from quantdiff.analysis.evaluation import Stopped, Text
     from quantdiff.analysis.sweep import SweepResults, make_grid
     from quantdiff.analysis.sweep import sweep as run
@@ -258,7 +258,8 @@ def sweep(
                 models, wanted, tables=tables, remedies=common.listed(remedies), each=each,
                 overwrite=overwrite,
             )  # fmt: skip
-            # Now, for a plan is another request, beside which those that were stopped count.
+            # Before any plan: it is a request of its own, and while cells of others are missing,
+            # only those of the last request count.
             ranked = sensitivities(results)
             own = sensitivities(results, cells=asked)
             if each is not None and not results.failed and not own:
@@ -301,7 +302,7 @@ def _each(*, per_layer: bool, per_head: bool, budget: float | None) -> str | Non
 
 
 def _tables_of(plan: "Plan", results: "SweepResults", tables: Sequence[Path]) -> list[Path]:
-    """The tables, one at most, whose static ranges a plan goes on with."""
+    """The tables, at most one, whose static ranges a plan uses."""
     from quantdiff.analysis.sweep.identity import table_fingerprint
     from quantdiff.calibration import CalibrationTable
 
@@ -319,7 +320,7 @@ def _shorter(
     data: str,
     asked: int,
 ) -> list[str]:
-    """Where the text holds fewer tokens than were asked for, a sentence each."""
+    """One sentence for each text that holds fewer tokens than were requested."""
     found: dict[str, None] = {}
     for model, name in product(models, evaluations):
         about = results.record["models"].get(model, {"evaluations": {}})
@@ -333,10 +334,10 @@ def _shorter(
 
 
 def _refuse_of_grid(context: typer.Context) -> None:
-    """Refuse options that no scheme of a short name takes.
+    """Refuse options that do not apply to schemes given by a short name.
 
     Raises:
-        UsageError: names the first.
+        UsageError: there is one; the message names the first.
     """
     from quantdiff.errors import UsageError
 

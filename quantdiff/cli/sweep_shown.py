@@ -15,7 +15,7 @@ __all__ = ["cell_progress", "note", "show_sweep"]
 
 
 def note(sentence: str) -> None:
-    """Tell a user something in passing, on stderr."""
+    """Print a note on stderr."""
     sys.stderr.write(f"note: {sentence}\n")
 
 
@@ -66,10 +66,10 @@ def show_sweep(
 
 @contextmanager
 def cell_progress(*, quiet: bool) -> Iterator[Callable[["Progress"], None]]:
-    """A bar over cells with the time left, on stderr; in a log, a line a finished cell.
+    """A bar over cells with the time left, on stderr; in a log, one line per finished cell.
 
     Yields:
-        A function to be told where the sweep stands.
+        A function that takes the sweep's progress.
     """
     from rich.console import Console
     from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
@@ -77,7 +77,7 @@ def cell_progress(*, quiet: bool) -> Iterator[Callable[["Progress"], None]]:
     from rich.text import Text
 
     class Left(ProgressColumn):
-        """Time left, as the sweep reckons it: cells of different kinds take different times."""
+        """Time left, as the sweep estimates it: cells of different kinds take different times."""
 
         def render(self, task: Task) -> Text:
             return Text(task.fields["left"], style="progress.remaining")

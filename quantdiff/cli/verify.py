@@ -38,8 +38,8 @@ def verify(
 ) -> None:
     """Check an exported folder: its files, its tensors, and the logits of the reloaded model.
 
-    A checkpoint that is not what was exported loses its name, so that nobody goes on with it: DIR
-    becomes DIR.failed. One that cannot be read or loaded here keeps it.
+    A checkpoint that is not what was exported is renamed, so that nobody uses it: DIR becomes
+    DIR.failed. One that cannot be read or loaded here keeps its name.
     """
     from quantdiff.export.verifying import set_aside
     from quantdiff.export.verifying import verify as run

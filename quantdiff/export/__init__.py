@@ -1,7 +1,7 @@
-"""Checkpoints: one file a format, the sidecar, the verification.
+"""Checkpoints: one module per format, the sidecar, the verification.
 
-The package can be called, as `quantdiff.export(model, tokenizer, out, format=…)`: the function and
-the package have one name, and a package hides an attribute of its parent as soon as it is imported.
+The package itself is callable, as `quantdiff.export(model, tokenizer, out, format=…)`: function and
+package share a name, and a package hides an attribute of its parent as soon as it is imported.
 """
 
 import sys

@@ -41,7 +41,7 @@ def _check(name: str, options: Options, _: torch.device) -> None:
 
 
 def _quantize(name: str, model: Any, options: Options) -> Any:
-    # One list for both widths, in spite of its name.
+    # One list for both widths, despite its name.
     kept = {"llm_int8_skip_modules": kept_modules(model)}
     if name == "bnb-int8":
         config = BitsAndBytesConfig(load_in_8bit=True, **kept)

@@ -15,14 +15,14 @@ __all__ = ["card", "percent", "scheme_in_words"]
 def card(
     exported: Exported, chosen: Format, content: dict[str, Any], name: str, *, brings_code: bool
 ) -> str:
-    """Markdown.
+    """The model card as Markdown.
 
     Args:
-        exported: what was written; its verification is yet to come.
+        exported: what was written, not verified yet.
         chosen: the format.
         content: of `quantdiff.json`.
         name: of the folder.
-        brings_code: whether it holds modelling code that a loader has to be allowed to run.
+        brings_code: whether the folder holds modelling code that a loader must be allowed to run.
     """
     trust = ", trust_remote_code=True" if brings_code else ""
     code = chosen.snippet.format(folder=name, trust=trust, register=_register(content)).replace(
@@ -64,7 +64,7 @@ def card(
 
 
 def percent(share: float) -> str:
-    """A share with two decimals, or with so many that it reads neither 0 % nor 100 % unless it is.
+    """A share with two decimals, or enough not to read 0 % or 100 % unless it is exactly that.
 
     For example `97.12%`, `99.996%` and `100.00%`.
     """
@@ -94,7 +94,7 @@ def scheme_in_words(scheme: Scheme) -> str:
 
 
 def _made(exported: Exported, chosen: Format, content: dict[str, Any]) -> str:
-    """What was made of what."""
+    """The sentence on what was exported from what."""
     how, made = content["export"], "Exported by quantdiff from "
     source = (
         f"`{exported.model}` ({content['model']['family']}, {exported.parameters:,} parameters)"

@@ -32,10 +32,10 @@ _TITLES = {
     "ct-w8a8": "8-bit integer weights and activations, one scale a row and token, of "
     "compressed-tensors",
 }
-# Shares of the largest magnitude that a scale is tried with at 4 bits. At 8 bits clipping gains
-# nothing.
+# Shares of the largest magnitude that are tried as the scale's range at 4 bits. At 8 bits clipping
+# gains nothing.
 _SHARES = tuple(share / 50 for share in range(50, 26, -1))
-_CHUNK = 1 << 22  # weights that are searched at a time
+_CHUNK = 1 << 22  # weights per search step
 
 
 def _check(name: str, options: Options, _: torch.device) -> None:
@@ -91,7 +91,7 @@ def _quantize(name: str, model: Any, _: Options) -> Any:
         compressor = ModelCompressor.from_pretrained_model(copy)
         for module in linears.values():
             compress_module(module)
-    # What compress_model does beside that, without its progress bar.
+    # What else compress_model does, without its progress bar.
     compressor.quantization_config.quantization_status = QuantizationStatus.COMPRESSED
     compressor.add_decompress_hook(copy)
     copy.compressor = copying.copy(compressor)
@@ -99,16 +99,16 @@ def _quantize(name: str, model: Any, _: Options) -> Any:
 
 
 def _scales(weight: Tensor, bits: int, group: int | None) -> Tensor:
-    """Scales of a weight as they are stored.
+    """Scales of a weight, as stored.
 
     Args:
         weight: (m, n).
         bits: of the grid −2^(b−1) … 2^(b−1)−1.
-        group: elements of a row that share a scale; None is all of them.
+        group: elements of a row that share a scale; None for all of them.
 
     Returns:
-        (m, n / group) or (m, 1), greater than 0, in the weight's dtype; at 4 bits those of the
-        least squared error, with the scale as stored.
+        (m, n / group) or (m, 1), greater than 0, in the weight's dtype; at 4 bits those with the
+        least squared error, computed with the scale as stored.
     """
     rows = weight.shape[0]
     width = group or weight.shape[1]
@@ -130,7 +130,7 @@ def _scales(weight: Tensor, bits: int, group: int | None) -> Tensor:
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the storage dtype, greater than 0, in fp32."""
+    """The scale rounded to the storage dtype, greater than 0, in fp32."""
     # Weights of 1e-3 already have 8-bit scales below fp16's normal numbers.
     least = 2**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
     return scale.clamp(min=least).to(dtype).float()

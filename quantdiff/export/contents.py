@@ -1,4 +1,4 @@
-"""What can be seen of an exported folder without running it."""
+"""Checks of an exported folder that do not run its model."""
 
 import zipfile
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from quantdiff.models.sources import FORMATS
 __all__ = ["check_files", "check_tensors", "pickles"]
 
 _PICKLES = (*PICKLES, ".pkl", ".pickle", ".joblib", ".npy", ".npz")
-# Files that a loader would read or run, so that one too many is no harmless addition.
+# Files that a loader would read or run: an additional one is not harmless.
 _READ = (".safetensors", ".index.json", ".py", ".gguf", "_config.json", "config.json")
 # Files that decide what a model computes.
 _COMPUTING = (".safetensors", ".index.json", ".py")
 _SETTINGS = ("config.json", "quantize_config.json", *FORMATS)
 
-# Ends of the names of tensors that are scales. A block of zeros has the largest magnitude 0 in
-# bitsandbytes' formats, whose code gives zeros for it; a scale that is divided by is never 0.
+# Suffixes of the names of scale tensors. In bitsandbytes' formats a block of zeros has the largest
+# magnitude 0, from which its code restores zeros; a scale that is divided by is never 0.
 _DIVIDED = ("weight_scale", "weight._scale", ".scales")
 _MAGNITUDES = (".absmax", ".nested_absmax", ".SCB")
 
@@ -30,12 +30,12 @@ _MAGNITUDES = (".absmax", ".nested_absmax", ".SCB")
 def check_files(
     folder: Path, content: dict[str, Any], *, computing_only: bool = False
 ) -> list[str]:
-    """What is wrong with the files, one sentence each; nothing if they are those exported.
+    """What is wrong with the files, one sentence each; empty if they are as exported.
 
     Args:
         folder: the checkpoint.
         content: of its `quantdiff.json`.
-        computing_only: leave aside what the logits of given tokens do not depend on, such as a chat
+        computing_only: skip files that the logits of given tokens do not depend on, such as a chat
             template or a tokenizer.
     """
     wrong = []
@@ -61,10 +61,10 @@ def check_files(
 
 
 def pickles(folder: Path) -> list[str]:
-    """The files that are pickles, by their names or by what they begin with."""
+    """The files that are pickles, by name or content."""
     found = []
     for path in sorted(folder.rglob("*")):
-        if not path.is_file() or path.suffix == ".safetensors":  # read as nothing else
+        if not path.is_file() or path.suffix == ".safetensors":  # never read as anything else
             continue
         if path.suffix.lower() in _PICKLES or _is_pickle(path):
             found.append(path.relative_to(folder).as_posix())
@@ -78,7 +78,7 @@ def _is_pickle(path: Path) -> bool:
         return True
     if start != b"PK":
         return False
-    try:  # a zip archive, as torch.save writes them
+    try:  # a zip archive, as torch.save writes it
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".pkl") for name in archive.namelist())
     except zipfile.BadZipFile:
@@ -86,7 +86,7 @@ def _is_pickle(path: Path) -> bool:
 
 
 def check_tensors(folder: Path) -> tuple[int, list[str]]:
-    """How many tensors there are, and what is wrong with them, one sentence each."""
+    """The number of tensors, and what is wrong with them, one sentence each."""
     count = 0
     wrong: list[str] = []
     for path in sorted(folder.glob("*.safetensors")):

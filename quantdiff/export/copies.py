@@ -1,4 +1,4 @@
-"""Copies of a live model that can be quantized: the live one is never written to."""
+"""Copies of a live model to quantize; the live model is never written to."""
 
 import copy as copying
 import importlib.util
@@ -30,7 +30,7 @@ __all__ = [
     "transformers_load",
 ]
 
-# Packages whose modules hold weights that are quantized already.
+# Packages whose modules hold weights that are already quantized.
 _QUANTIZERS = ("bitsandbytes", "optimum", "compressed_tensors", "gptqmodel", "auto_gptq", "torchao")
 
 SNIPPET = """from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,7 +38,7 @@ SNIPPET = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{trust})
 tokenizer = AutoTokenizer.from_pretrained("{folder}"{trust})"""
 
-# The widest first: fewer scales. vLLM's kernels know no others.
+# Widest first, for fewer scales. vLLM's kernels support no others.
 _GROUPS = (128, 64, 32)
 
 
@@ -46,8 +46,8 @@ def check_exportable(model: Any) -> None:
     """Refuse what cannot be written as a checkpoint.
 
     Raises:
-        UsageError: no transformers model, parameters that are missing or not on one device, or
-            weights that are quantized already.
+        UsageError: it is not a causal transformers model, parameters are missing or on several
+            devices, weights are already quantized, or embeddings contradict the config.
     """
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
@@ -82,7 +82,7 @@ def check_exportable(model: Any) -> None:
 
 
 def _check_ties(model: Any) -> None:
-    """Refuse embeddings that are not as the config says: a loader goes by the config."""
+    """Refuse embeddings whose tying differs from the config, which is what loaders follow."""
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     said = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     if said == (head is embedding) or (said and torch.equal(head, embedding)):
@@ -94,24 +94,24 @@ def _check_ties(model: Any) -> None:
 
 
 def copy_of(model: Any, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """A model of the same class, config and weights, with nothing that was done to the live one.
+    """A model of the same class, config and weights, without anything done to the live one.
 
-    Its attention implementation is the default one, which is what a loader gives. It lies on the
-    live model's device, and weights that need no change share their memory with the live model's.
+    Its attention implementation is the default, as from a loader. It is on the live model's
+    device, and weights that need no change share memory with the live model's.
 
     Args:
         model: checked by `check_exportable`.
-        dtype: of the copy; None is the model's.
+        dtype: of the copy; None for the model's.
         options: further keywords of `from_pretrained`, such as `quantization_config`.
 
     Raises:
         UsageError: transformers cannot build it.
     """
-    # By way of the dictionary, which leaves out what belongs to the live model alone. A quantizer
-    # that is left in the config of plain weights is that of a GGUF file they were unpacked from.
+    # Through the dictionary, which omits what belongs only to the live model. A quantizer left in
+    # the config of plain weights is that of the GGUF file they were unpacked from.
     settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
     if model.device.type != "cpu":
-        # Else transformers builds it on the CPU, whose logits are not to the bit those of a loader.
+        # Otherwise transformers builds it on the CPU, and its logits may differ from a loader's.
         options = _placed(model.device) | options
     with quiet_libraries(), library_errors(f"{type(model).__name__} cannot be copied"):
         copy, report = type(model).from_pretrained(
@@ -129,17 +129,18 @@ def copy_of(model: Any, dtype: torch.dtype | None = None, **options: Any) -> Any
         copy.to(model.device)
     copy.eval()
     if getattr(model, "generation_config", None) is not None:
-        # Whole: it knows that it is as it was loaded, or transformers would refuse to save what
-        # many published ones hold, such as a temperature that greedy decoding has no use for.
+        # Copied whole, so that it still counts as unchanged since loading: otherwise transformers
+        # refuses to save what many published ones hold, such as a temperature that greedy
+        # decoding does not use.
         copy.generation_config = copying.deepcopy(model.generation_config)
     return copy
 
 
 def kept_modules(model: Any) -> list[str]:
-    """Linear modules that stay as they are.
+    """Names of the linear modules that are not quantized.
 
-    The output embedding, as in all of these formats, for it may be tied to the input's; and the
-    projection of DIFF V2's λ, which is some 0.1 % of the weights and scales whole heads.
+    The output embedding, as in all of these formats, because it may be tied to the input's; and
+    the projection of DIFF V2's λ, which is about 0.1 % of the weights and scales whole heads.
     """
     head = model.get_output_embeddings()
     return [
@@ -160,7 +161,7 @@ def quantized_linears(model: Any) -> dict[str, nn.Linear]:
 
 
 def check_linears(name: str, model: Any) -> None:
-    """Refuse a model of which a format would quantize nothing.
+    """Refuse a model in which a format would quantize nothing.
 
     Raises:
         UsageError: there is no linear module.
@@ -173,7 +174,7 @@ def check_linears(name: str, model: Any) -> None:
 
 
 def quantized_share(model: Any) -> float:
-    """Share of the parameters that are in modules which the formats quantize, 0 to 1."""
+    """Share of the parameters in modules that the formats quantize, 0 to 1."""
     kept = set(kept_modules(model))
     inside = sum(
         module.weight.numel()
@@ -184,7 +185,7 @@ def quantized_share(model: Any) -> float:
 
 
 def group_size(model: Any) -> int | None:
-    """The largest group that divides all rows to be quantized; None if there is none."""
+    """The largest group size that divides all rows to be quantized; None if there is none."""
     widths = {module.in_features for module in quantized_linears(model).values()}
     return next((size for size in _GROUPS if not any(width % size for width in widths)), None)
 
@@ -193,7 +194,7 @@ def needs(name: str, distribution: str) -> None:
     """Refuse a format whose package is not installed.
 
     Raises:
-        MissingExtraError: with the command that installs it.
+        MissingExtraError: names the command that installs it.
     """
     try:
         metadata.version(distribution)
@@ -214,7 +215,7 @@ def no_options(name: str, options: Any) -> None:
 
 
 def save_model(model: Any, folder: Path, max_shard_size: str | int) -> None:
-    """Write a model of transformers: config, generation config, weights, code of its own."""
+    """Write a transformers model: config, generation config, weights and its own code."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 

@@ -1,4 +1,4 @@
-"""A live model to a checkpoint folder that is proven to reload."""
+"""Export of a live model to a checkpoint folder that is proven to reload."""
 
 import gc
 import json
@@ -46,7 +46,7 @@ from quantdiff.versions import versions
 
 __all__ = ["export"]
 
-# All that an export may write, which a later one with overwrite=True takes away first.
+# Everything that an export may write; a later one with overwrite=True removes it first.
 OWNED = (
     *TOKENIZER, CARD, "*.safetensors", INDEX, "*.py", SIDECAR, VERIFICATION, MAP,
     "quantize_config.json", "config.json",
@@ -77,12 +77,12 @@ def export(
     command: str = "",
     report: Callable[[str], None] | None = None,
 ) -> Exported:
-    """Quantize a copy of a model's weights, and write it as a folder that is proven to reload.
+    """Quantize a copy of a model's weights and write it as a folder that is proven to reload.
 
     The folder holds config, generation config, tokenizer, chat template, weights as safetensors,
     modelling code where transformers has none, a model card, and a sidecar with the schemes, their
-    static ranges and the logits of a short passage. Before it gets its name it is loaded in a new
-    process, by the format's own loader and by `quantdiff.load`, and must give those logits
+    static ranges and the logits of a short passage. Before it gets its name, it is loaded in a new
+    process, by the format's own loader and by `quantdiff.load`, and must reproduce those logits
     (`verify`).
 
     The live model is neither written to nor moved.
@@ -92,22 +92,22 @@ def export(
         tokenizer: its tokenizer.
         out: the folder to write; new, empty, or with `overwrite` an earlier export.
         format: one of `quantdiff.export.FORMATS`, for example `bnb-nf4`.
-        schemes: what is quantized beside the weights, one a site, as in `fake_quantize`.
+        schemes: what is quantized besides the weights, one per site, as in `fake_quantize`.
         table: static ranges for them, from `quantdiff.calibrate`.
         double_quant: quantize the scales of bitsandbytes' 4-bit formats too.
         calibration: windows of token ids, (n,) int64 each, for GPTQ.
-        max_shard_size: of a weight file, such as "500MB", or in bytes.
-        overwrite: replace the export that is in `out`.
-        check: whether the folder is verified; without that it is not proven to reload.
-        measure: given the quantized copy, which computes with the schemes, the numbers for the
-            model card, by name: JSON values.
-        command: that made it, for the record.
+        max_shard_size: largest size of a weight file, such as "500MB", or in bytes.
+        overwrite: replace the export in `out`.
+        check: whether to verify the folder; otherwise it is not proven to reload.
+        measure: called with the quantized copy, which computes with the schemes; returns the
+            numbers for the model card, by name, as JSON values.
+        command: the one that made the export, for the record.
         report: called with the name of each step.
 
     Raises:
-        UsageError: the request cannot be met; nothing is left then.
+        UsageError: the request cannot be met; nothing is left behind.
         MissingExtraError: a package that the format needs is not installed.
-        VerificationError: what was written is not what was measured; nothing is left.
+        VerificationError: what was written is not what was measured; nothing is left behind.
     """
     out, schemes = Path(out).expanduser(), tuple(schemes)
     step = report or _silent
@@ -125,7 +125,7 @@ def export(
             "activations alone"
         )
     check_shard_size(max_shard_size)
-    fake_quantize(model, *schemes, table=table)  # refuses what does not go together
+    fake_quantize(model, *schemes, table=table)  # refuses what does not fit together
     if table is not None:
         check_table(table, model)
     passage = passage_ids(model, tokenizer)
@@ -136,7 +136,7 @@ def export(
         copy = chosen.quantize(model, options)
         dtype = str(copy.dtype).removeprefix("torch.")
         step("writing")
-        # safetensors' own errors too: it meets a full disk with one of them.
+        # safetensors' own errors too: it raises one of them on a full disk.
         with quiet_libraries(), library_errors(f"{out} cannot be written"):
             chosen.save(copy, stage, max_shard_size)
             tokenizer.save_pretrained(stage)
@@ -146,8 +146,8 @@ def export(
         asked = None if table is None else AskedTable(table)
         logits, measured = _computed(copy, passage, schemes, asked, measure)
         del copy
-        gc.collect()  # the check loads it a second time,
-        torch.cuda.empty_cache()  # in another process, which gets nothing of this one's cache
+        gc.collect()  # the check loads the model again,
+        torch.cuda.empty_cache()  # in another process, which cannot use this one's cache
         described = describe(model)
         result = Exported(
             folder=str(out),
@@ -204,9 +204,9 @@ def _computed(
     table: AskedTable | None,
     measure: Callable[[Any], Mapping[str, Any]] | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The passage's logits by the weights alone and under the schemes, and the measurement.
+    """The passage's logits from the weights alone and under the schemes, and the measurement.
 
-    After the weights were written: a library's first pass may rearrange them in place.
+    Called after the weights are written: a library's first pass may rearrange them in place.
     """
     logits = {LOGITS: last_logits(copy, passage)}
     with fake_quantize(copy, *schemes, table=table):
@@ -239,6 +239,6 @@ def _bytes(model: Any) -> int:
 
 
 def _brings_code(folder: Path) -> bool:
-    """Whether the config names code that lies beside it, which loaders run only if trusted."""
+    """Whether the config names code beside it, which loaders run only if trusted."""
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return "auto_map" in settings and any(folder.glob("*.py"))

@@ -34,7 +34,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose beside the format.
+    """What a user may choose besides the format.
 
     Attributes:
         double_quant: quantize the scales too; bitsandbytes' 4-bit formats.
@@ -53,12 +53,12 @@ class Saver(Protocol):
 
 
 class Loader(Protocol):
-    """Opens a folder as somebody does who has never heard of quantdiff."""
+    """Opens a folder as someone who has never heard of quantdiff would."""
 
     def __call__(
         self, folder: Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
     ) -> Any:
-        """The model in eval mode, as `dtype` says where the format leaves a choice."""
+        """Load the model in eval mode, in `dtype` where the format leaves a choice."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ class Format:
 
     Attributes:
         name: for example `bnb-nf4`.
-        title: what the weights are, as it reads after "with".
-        packages: distributions whose versions belong into the record.
-        readers: who loads it, for people.
-        snippet: Python that loads it, with `{folder}`; without quantdiff.
+        title: what the weights are, worded to follow "with".
+        packages: distributions whose versions are recorded.
+        readers: what can load it, in words.
+        snippet: Python code that loads `{folder}` without quantdiff.
         check: refuses what cannot work here before any work is done (UsageError,
-            MissingExtraError), given the options and the model's device; the windows may be yet
-            to come.
-        quantize: a quantized copy of a model; the model itself is left as it is.
-        save: writes the copy, which has not computed anything yet.
+            MissingExtraError), given the options and the model's device; the windows may not be
+            there yet.
+        quantize: makes a quantized copy of a model, which itself is left as it is.
+        save: writes the copy, before it has computed anything.
         load: the format's own loader.
         calibrated: whether it needs windows of text.
         grouped: whether weights share scales in groups of `copies.group_size`.
@@ -97,10 +97,10 @@ class Format:
 
 
 def find_format(name: str) -> Format:
-    """The format of a name.
+    """The format of the given name.
 
     Raises:
-        UsageError: none has it.
+        UsageError: there is none.
     """
     if name not in FORMATS:
         raise UsageError(f"the format {name!r} is unknown; known: {', '.join(FORMATS)}")
@@ -109,5 +109,5 @@ def find_format(name: str) -> Format:
 
 
 def package_versions(chosen: Format) -> dict[str, str]:
-    """Versions of the packages that a format needs, by their names."""
+    """Versions of the packages that a format needs, by name."""
     return {name: metadata.version(name) for name in chosen.packages}

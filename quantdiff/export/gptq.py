@@ -64,8 +64,8 @@ def _quantize(bits: int, model: Any, options: Options) -> Any:
 def _save(model: Any, folder: Path, max_shard_size: str | int) -> None:
     quantizer = model.__dict__.pop("gptq_quantizer")
     quantizer.save(model, folder, max_shard_size=max_shard_size)
-    # It writes the weights in the format's first version, which all kernels read; the config that
-    # went with them, and the model in memory, are still those of the second.
+    # It writes the weights in the format's first version, which all kernels read; the config saved
+    # with them and the model in memory are still those of the second.
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings["quantization_config"] = quantizer.to_dict()
     write_json(folder / "config.json", settings)

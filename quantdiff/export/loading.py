@@ -1,4 +1,4 @@
-"""Opening an exported folder with what its sidecar says, and any other model as it is."""
+"""Opening exported folders with the schemes of their sidecars, and any other model as it is."""
 
 import os
 import warnings
@@ -17,17 +17,17 @@ __all__ = ["load", "restore"]
 def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, Any]:
     """Open a causal language model and its tokenizer.
 
-    A folder that `quantdiff.export` wrote computes with the schemes it was exported with: the
-    model's attribute `fake_quantizer` is the context they live in (`quantdiff.fake_quantize`),
-    entered for good; it is None where there are no schemes. The hashes of weights, config and
-    code are checked before; tokenizer and chat template may have been mended.
+    A model from a folder that `quantdiff.export` wrote computes with the schemes it was exported
+    with: its attribute `fake_quantizer` is their context (`quantdiff.fake_quantize`), entered
+    permanently, or None if there are no schemes. The hashes of weights, config and code are checked
+    first; tokenizer and chat template may have been edited.
 
     Args:
         name: a registered name (`quantdiff.models.known_names()`), a folder, a `.gguf` file or a
             hub id.
         dtype: "float32", "bfloat16", "float16", "float64", a torch dtype, or "auto" for the
             checkpoint's own; by default "auto" on a GPU and float32 on a CPU, and for an exported
-            folder the dtype that it was measured in.
+            folder the dtype in which it was measured.
         options: as in `quantdiff.models.load`: device, attention, trust_remote_code, revision.
 
     Returns:
@@ -58,7 +58,7 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
         dtype = sidecar.content["export"]["dtype"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SchemesLeftOutWarning)
-        # What was checked is what is opened, also where the hub moves on.
+        # Opens exactly what was checked, even if the hub has moved on.
         model, tokenizer = load_model(folder, dtype=dtype, **options)
     remember_name(model, os.fspath(name))
     restore(model, sidecar)
@@ -66,7 +66,7 @@ def load(name: str | Path, *, dtype: Any = None, **options: Any) -> tuple[Any, A
 
 
 def restore(model: Any, sidecar: Any) -> None:
-    """Let a model compute with the schemes of a sidecar from now on.
+    """Make a model compute with the schemes of a sidecar from now on.
 
     Args:
         model: as it was loaded from the sidecar's folder.
@@ -85,7 +85,7 @@ def restore(model: Any, sidecar: Any) -> None:
 
 
 def _exported(checkpoint: Checkpoint) -> Path | None:
-    """The folder, if it is one that holds a sidecar; one of the hub is downloaded whole."""
+    """The folder, if it holds a sidecar; one on the hub is downloaded whole."""
     if checkpoint.gguf is not None or SIDECAR not in checkpoint.files:
         return None
     if checkpoint.on_disk:

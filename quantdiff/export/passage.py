@@ -1,4 +1,4 @@
-"""The short text on which a checkpoint is compared with the model as it was before saving."""
+"""The short text on which a checkpoint is compared with the model from before saving."""
 
 import platform
 from pathlib import Path
@@ -22,19 +22,19 @@ TEXT = (
     "morning."
 )
 _TOKENS = 64
-# Positions whose logits are kept: the last ones have read all of the text. Logits of all of it
-# would take more room than some models.
+# Positions whose logits are kept: the last ones, which have seen all of the text. Logits of all
+# positions would take more space than some models.
 ROWS = 8
 
 
 def passage_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Token ids of the text, as many as the model and the record take.
+    """Token ids of the text, up to the limits of the model and the record.
 
     Raises:
         UsageError: the tokenizer gives ids that the model has no embedding for, or none at all.
     """
-    # Cut here: the tokenizer is exported, with whatever a call left on it. Special tokens behind
-    # the text may fall off, for any ids serve to compare two models.
+    # Cut here: the tokenizer is exported, with whatever state a call leaves in it. Special tokens
+    # after the text may be cut off, since any ids serve to compare two models.
     with untouched(tokenizer):
         encoded = tokenizer(TEXT, truncation=False, padding=False, verbose=False)
     ids: list[int] = list(encoded["input_ids"])[: min(_TOKENS, context_length(model) or _TOKENS)]
@@ -50,9 +50,9 @@ def passage_ids(model: Any, tokenizer: Any) -> list[int]:
 
 @torch.no_grad()
 def last_logits(model: Any, ids: list[int]) -> Tensor:
-    """Logits of the last positions, (ROWS or less, V), fp32, on the CPU.
+    """Logits of the last positions, (ROWS or fewer, V), fp32, on the CPU.
 
-    Whatever precision this process allows or casts to: another one computes them again.
+    Independent of the precision this process allows or casts to: another one recomputes them.
     """
     batch = torch.tensor([ids], device=model.get_input_embeddings().weight.device)  # (1, N)
     with true_fp32(), torch.autocast(batch.device.type, enabled=False):
@@ -61,7 +61,7 @@ def last_logits(model: Any, ids: list[int]) -> Tensor:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the last bits of a result depend on, beside the versions."""
+    """What the last bits of a result depend on, besides the versions."""
     if device.type == "cuda":
         return {"device": torch.cuda.get_device_name(device), "threads": None}
     words = platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()
@@ -72,7 +72,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The CPU's name, for libraries choose their kernels by it; empty where nobody tells it."""
+    """The CPU's name, by which libraries choose their kernels; empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""16-bit weights as they are: for schemes that quantize activations alone."""
+"""16-bit weights, not quantized: for schemes that quantize only activations."""
 
 from functools import partial
 from typing import Any

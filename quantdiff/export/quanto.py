@@ -41,7 +41,7 @@ def _check(name: str, options: Options, _: torch.device) -> None:
 
 
 def _optimizer(kind: str) -> Any:
-    """quanto's own ranges, but for a row of zeros the scale 1: with 0, fp8 weights become NaN."""
+    """quanto's own ranges, except scale 1 for a row of zeros: with 0, fp8 weights become NaN."""
     from optimum.quanto import AbsmaxOptimizer, MaxOptimizer
 
     class Absmax(AbsmaxOptimizer):  # type: ignore[misc]
@@ -79,8 +79,8 @@ def _save(model: Any, folder: Path, max_shard_size: str | int) -> None:
 def _load(folder: Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from optimum.quanto import QuantizedModelForCausalLM
 
-    # It builds the model from the config without handing trust_remote_code on, so that custom code
-    # has to be registered before.
+    # It builds the model from the config without passing trust_remote_code on, so custom code has
+    # to be registered first.
     import quantdiff.models.diff_v2  # noqa: F401
 
     loaded = QuantizedModelForCausalLM.from_pretrained(folder, trust_remote_code=trust_remote_code)

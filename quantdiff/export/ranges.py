@@ -1,4 +1,4 @@
-"""Static ranges as they lie in a sidecar: a table that knows the ranges of its schemes alone."""
+"""Static ranges as stored in a sidecar: a table that knows only the ranges of its schemes."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ Sites = dict[str, tuple[int, int]]
 
 @dataclass
 class RangeTable:
-    """What `FakeQuantizer` asks of a calibration, from what was stored.
+    """The stored ranges of a calibration, as `FakeQuantizer` needs them.
 
     Attributes:
         model: name of the model that was exported, for messages.
         sites: its attention sites, name -> (layer, query heads).
-        ranges: (scheme, site) -> least and most, fp32, of the shapes that `Table.range` gives.
-        calibration: where they come from, as in `quantdiff.json`; None where nobody knows.
+        ranges: (scheme, site) -> least and most, fp32, shaped as from `Table.range`.
+        calibration: where they come from, as in `quantdiff.json`; None if unknown.
     """
 
     model: str
@@ -37,7 +37,7 @@ class RangeTable:
         """The range of a scheme at a site.
 
         Raises:
-            UsageError: it is not among those that were exported.
+            UsageError: it is not among those exported.
         """
         if (scheme, name) not in self.ranges:
             raise UsageError(
@@ -62,11 +62,11 @@ class RangeTable:
 
 @dataclass
 class AskedTable:
-    """Passes on what another table says, and keeps it.
+    """Passes on the ranges of another table, and keeps them.
 
     Attributes:
         table: the other.
-        sites, ranges: what it was asked, as in `RangeTable`.
+        sites, ranges: what it was asked for, as in `RangeTable`.
     """
 
     table: Table
@@ -87,7 +87,7 @@ class AskedTable:
 
 
 def calibration_of(table: Table | None) -> dict[str, Any] | None:
-    """Where the ranges of a table come from, as in `quantdiff.json`; None if it does not tell."""
+    """Where the ranges of a table come from, as in `quantdiff.json`; None if not recorded."""
     if isinstance(table, RangeTable):
         found = table.calibration or {}
     else:

@@ -1,4 +1,4 @@
-"""What an export is refused for before any work is done."""
+"""Checks that refuse an export before any work is done."""
 
 import re
 from pathlib import Path
@@ -14,16 +14,16 @@ __all__ = ["check_out", "check_shard_size", "check_source", "check_table"]
 
 
 def check_out(out: Path, overwrite: bool) -> None:
-    """Refuse a folder whose files are not an export's to replace.
+    """Refuse a folder whose files an export must not replace.
 
     Raises:
-        UsageError: it is not empty, and not to be overwritten or no export.
+        UsageError: it is not empty, and either `overwrite` is False or it holds no export.
     """
     if not out.is_dir() or all(path.name.startswith(".staged-") for path in out.iterdir()):
         return  # new, or what a killed run left behind
     if not overwrite:
         raise UsageError(f"{out} exists and is not empty; choose another --out or pass --overwrite")
-    # One that was killed while its files were moved one by one has it here or still in the stage.
+    # An export killed while its files were moved one by one has it here or still in the stage.
     if not any((folder / SIDECAR).is_file() for folder in (out, *out.glob(".staged-*"))):
         raise UsageError(
             f"{out} holds files but no export that could be replaced (no {SIDECAR}); choose "
@@ -38,16 +38,16 @@ def check_source(out: Path, model: Any) -> None:
         UsageError: `out` is that folder.
     """
     source = getattr(model.config, "name_or_path", "")
-    # A hub id may be spelled like the folder; it is one where such a folder is there.
+    # A hub id may be spelled like a folder; where such a folder exists, it means the folder.
     if source and Path(source).is_dir() and Path(source).resolve() == out.resolve():
         raise UsageError(f"{out} is the source itself; choose another --out")
 
 
 def check_shard_size(size: str | int) -> None:
-    """Refuse what is no size of a file.
+    """Refuse what is not a file size.
 
     Raises:
-        UsageError: it is no number of bytes above 0, nor one with a unit.
+        UsageError: it is neither a number of bytes above 0 nor a size with a unit.
     """
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[KMGT]B\s*", size, re.ASCII | re.IGNORECASE)
@@ -59,9 +59,9 @@ def check_shard_size(size: str | int) -> None:
 
 
 def check_table(table: Table, model: Any) -> None:
-    """Refuse a table that was calibrated on another model than this, where it tells of its own.
+    """Refuse a table that was calibrated on another model, if it records its model.
 
-    Attention sites of the same names and heads, which the quantizer asks for, are in many models.
+    The quantizer compares names and heads of attention sites, which many models have in common.
 
     Raises:
         UsageError: family or number of parameters differ.

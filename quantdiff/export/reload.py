@@ -1,7 +1,7 @@
-"""Loads an exported folder in a process of its own: FOLDER OUT DEVICE THREADS.
+"""Loads an exported folder in its own process; arguments: FOLDER OUT DEVICE THREADS.
 
-OUT receives the logits of the folder's passage, `logits` by the format's own loader and
-`quantized_logits` by `quantdiff.load`, with the schemes. See `quantdiff.export.verifying`.
+OUT receives the logits of the folder's passage: `logits` from the format's own loader, and
+`quantized_logits` from `quantdiff.load`, with the schemes. See `quantdiff.export.verifying`.
 """
 
 import gc
@@ -29,7 +29,7 @@ def main(folder: Path, out: Path, device: torch.device, threads: int) -> None:
     chosen = find_format(sidecar.content["export"]["format"])
     dtype = getattr(torch, sidecar.content["export"]["dtype"])
     with quiet_libraries():
-        # Trusted: whoever starts this has looked at the code, or it is quantdiff's own.
+        # Trusted: the caller has checked the code, or it is quantdiff's own.
         model = chosen.load(folder, device, dtype, trust_remote_code=True)
     found = {LOGITS: last_logits(model, ids)}
     save_file(found, out)

@@ -14,15 +14,15 @@ class Exported:
     """What was written.
 
     Attributes:
-        folder: where.
+        folder: its path.
         format: name of the checkpoint format.
         model: name of the source.
-        parameters: how many, tied ones once.
+        parameters: their number, tied ones counted once.
         bytes: of the model's safetensors files.
-        source_bytes: what the live model's parameters take, whatever its file did.
-        source_dtype: that they are in.
-        schemes: what is quantized beside the weights.
-        measured: the numbers that the caller's measurement gave, or None.
+        source_bytes: of the live model's parameters, whatever the size of its file.
+        source_dtype: the dtype of those parameters.
+        schemes: what is quantized besides the weights.
+        measured: the numbers from the caller's measurement, or None.
         verification: what was checked, or None if nothing was.
     """
 
@@ -39,11 +39,11 @@ class Exported:
 
     @property
     def bits_per_weight(self) -> float:
-        """On disk, all of the model's tensors counted."""
+        """Bits per weight on disk, counting all of the model's tensors."""
         return 8 * self.bytes / self.parameters
 
     def to_json(self) -> dict[str, Any]:
-        """Itself as JSON."""
+        """The result as JSON values."""
         verification = self.verification
         return {
             "folder": self.folder,

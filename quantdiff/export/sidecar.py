@@ -1,8 +1,8 @@
-"""The sidecar: what a checkpoint format has no field for, beside the weights.
+"""The sidecar beside the weights: what a checkpoint format has no field for.
 
-`quantdiff.json` tells what was exported and holds a hash of every file; `quantdiff.safetensors`
-holds the static ranges and the logits of a short passage. Other loaders ignore both: some would
-read every safetensors file of a folder, were it not for an index that names those of the model.
+`quantdiff.json` records what was exported and a hash of every file; `quantdiff.safetensors` holds
+the static ranges and the logits of a short passage. Other loaders ignore both: some would read
+every safetensors file of a folder, were it not for an index that names those of the model.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ FORMAT, VERSION, WORD = "quantdiff.export", 1, "exported checkpoint"
 ARRAYS, VERIFICATION = "quantdiff.safetensors", "verification.json"
 CARD = "README.md"
 
-# Logits of the weights alone, as any loader gives them, and under the schemes.
+# Logits from the weights alone, as from any loader, and under the schemes.
 LOGITS, QUANTIZED_LOGITS = "logits", "quantized_logits"
 
 # Written after the hashes, or meant to be edited.
@@ -63,12 +63,12 @@ class DamagedError(UsageError):
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A sidecar that was read.
+    """A sidecar as read.
 
     Attributes:
         content: of `quantdiff.json`.
-        schemes: what is quantized beside the weights.
-        table: the static ranges; None where all schemes are dynamic.
+        schemes: what is quantized besides the weights.
+        table: the static ranges; None if all schemes are dynamic.
         logits: (R, V) fp32 by name, `LOGITS` and, where there are schemes, `QUANTIZED_LOGITS`.
     """
 
@@ -89,7 +89,7 @@ def write_sidecar(
 
     Args:
         folder: the checkpoint.
-        content: of `quantdiff.json`, but for what this function adds: format, schemes, sites, the
+        content: of `quantdiff.json`, except what this function adds: format, schemes, sites, the
             files with their hashes, and the digest.
         schemes, table, logits: as in `Sidecar`.
 
@@ -123,7 +123,7 @@ def write_sidecar(
 
 
 def read_sidecar(folder: Path) -> Sidecar:
-    """Read both files.
+    """Read both files of a sidecar.
 
     Raises:
         DamagedError: they are missing, damaged or of another format.
@@ -138,7 +138,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         read_content(path, FORMAT, sys.maxsize, WORD)
     except UsageError as error:
         raise DamagedError(str(error)) from None
-    content = read_content(path, FORMAT, VERSION, WORD)  # refuses what is whole but newer
+    content = read_content(path, FORMAT, VERSION, WORD)  # refuses one that is intact but newer
     if content.get("digest") != _digest(content):
         raise DamagedError(f"{path} was changed or damaged after the export")
     if packed is None:
@@ -168,7 +168,7 @@ def read_sidecar(folder: Path) -> Sidecar:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Refuse a folder of which something cannot be read: that tells nothing of the checkpoint.
+    """Refuse a folder with unreadable files, which say nothing about the checkpoint.
 
     Raises:
         UsageError: instead of an `OSError`.
@@ -183,7 +183,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def _write_index(folder: Path) -> None:
-    """As transformers writes it beside shards, for weights that are in one file."""
+    """Write the index that transformers writes beside shards, for weights in a single file."""
     with (folder / WEIGHTS).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         size = (folder / WEIGHTS).stat().st_size - file.tell()
@@ -193,7 +193,7 @@ def _write_index(folder: Path) -> None:
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file of a folder, by its path inside, but for those in `_UNHASHED`."""
+    """Size and hash of every file in a folder, by relative path, except those in `_UNHASHED`."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -203,7 +203,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, as hex."""
+    """SHA-256 of a file, as hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -1,4 +1,4 @@
-"""Whether an exported folder is what was measured: its files, and the model that they make."""
+"""Whether an exported folder is what was measured: its files, and the model they contain."""
 
 import os
 import subprocess
@@ -38,28 +38,28 @@ __all__ = ["Check", "Verification", "set_aside", "verify"]
 
 FORMAT = "quantdiff.verification/1"
 
-# Largest difference of a logit on another machine, relative to the largest one: what other
-# kernels' order of sums makes of it.
+# Largest difference of a logit on another machine, relative to the largest logit: the effect of
+# other kernels' order of summation.
 _CLOSE = {"float32": 1e-5, "float64": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 # Where activations are rounded, one value on the other side of a boundary changes all that follows,
-# and two machines give two draws of the rounding's noise. With 8-bit linear inputs, the logits of
+# so two machines give two draws of the rounding noise. With 8-bit linear inputs, the logits of
 # SmolLM2-135M then move by 0.27 of their spread over the vocabulary (root mean squares); about
-# twice that is allowed. Logits that have nothing to do with one another are √2 spreads apart.
+# twice that is allowed. Unrelated logits are √2 spreads apart.
 _ROUNDED = 0.5
-_TOLD = 300  # letters of another program's error
+_TOLD = 300  # characters of another program's error
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One check and its result.
 
     Attributes:
         name: for example `files`.
-        passed: whether it is as it should be.
+        passed: whether all is as it should be.
         detail: what was found, or what is wrong.
-        compared: False where nothing is told of the checkpoint: a loader did not run, since memory
-            is short or a package broken, rounding may move the logits anywhere, or they are as near
-            as another machine's may be, but not equal on the machine of the record.
+        compared: False if the check says nothing about the checkpoint: a loader did not run because
+            memory is short or a package broken; rounding may move the logits anywhere; or those are
+            as close as another machine's may be, but not equal on the machine of the record.
     """
 
     name: str
@@ -74,10 +74,10 @@ class Verification:
 
     Attributes:
         folder: the checkpoint.
-        checks: in the order in which they were made; after a failed one that the next needs,
-            there are no more.
+        checks: in the order in which they were made; they end after a failed one that the next
+            depends on.
         seconds: how long it took.
-        unwritten: why `verification.json` could not be written, or nothing.
+        unwritten: why `verification.json` could not be written, or empty.
     """
 
     folder: str
@@ -92,7 +92,7 @@ class Verification:
 
     @property
     def differs(self) -> bool:
-        """Whether something was seen to be other than was exported."""
+        """Whether something was found to differ from what was exported."""
         return any(check.compared and not check.passed for check in self.checks)
 
     @property
@@ -125,24 +125,24 @@ def verify(
 ) -> Verification:
     """Check an exported folder, and write `verification.json` into it.
 
-    Its files are compared with their hashes, its tensors are looked through, and it is loaded in a
-    new process, once by the format's own loader and once by `quantdiff.load`, with its schemes;
-    both give the logits of a short passage, which are compared with those from before it was saved:
-    to the bit on the same kind of machine with the same versions, else to 1e-5 of the largest logit
-    in fp32. Where activations are rounded to few bits, a value that falls on the other side of a
-    rounding boundary changes all that follows: on another machine the root mean square of the
-    differences may be twice that between the logits with and without the schemes, both of which
-    are in the record, and half the logits' spread where the format's own loader rounds.
+    Its files are compared with their hashes, its tensors are inspected, and it is loaded in a new
+    process, once by the format's own loader and once by `quantdiff.load`, with its schemes. The
+    logits that both give for a short passage are compared with those from before it was saved:
+    to the bit on the same kind of machine with the same versions, otherwise to 1e-5 of the largest
+    logit in fp32. Where activations are rounded to few bits, a value that falls on the other side
+    of a rounding boundary changes all that follows: on another machine the root mean square of the
+    differences may be twice that between the recorded logits with and without the schemes, plus
+    half the logits' spread where the format's own loader rounds.
 
     Args:
         folder: what `quantdiff.export` wrote.
-        device: where it is loaded; by default as `quantdiff.load` does.
-        trust_remote_code: run modelling code that is in the folder and not quantdiff's own.
+        device: where it is loaded; by default as in `quantdiff.load`.
+        trust_remote_code: run modelling code in the folder that is not quantdiff's own.
         report: called with the name of each step.
 
     Raises:
-        UsageError: it is no exported folder, one of a newer version, or one that cannot be read
-            here; or it needs code that is not trusted.
+        UsageError: it is not an exported folder, is of a newer version or cannot be read here; or
+            it needs code that is not trusted.
         MissingExtraError: a package that its format needs is not installed.
     """
     folder, begin = Path(folder).expanduser(), time.perf_counter()
@@ -218,12 +218,12 @@ def _foreign_code(folder: Path, sidecar: Sidecar) -> bool:
 def _reload(
     folder: Path, sidecar: Sidecar, chosen: Format, device: torch.device, result: Verification
 ) -> None:
-    """Load it in a new process and compare the logits."""
+    """Load the folder in a new process and compare the logits."""
     known = sidecar.content["reference"]
     threads = known["threads"] or torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="quantdiff-verify-") as place:
         out = Path(place) / "logits.safetensors"
-        # Nothing is fetched, no module cache of the user's serves another version of the code, and
+        # Nothing is fetched, no module cache of the user serves another version of the code, and
         # this quantdiff is found wherever it was imported from.
         environ = os.environ | {
             "HF_HUB_OFFLINE": "1",
@@ -241,7 +241,7 @@ def _reload(
         )  # fmt: skip
         found = load_file(out) if out.is_file() else {}
     lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-    # The new process had the threads of the record.
+    # The new process used the thread count of the record.
     here = environment(device) | versions() | {"threads": known["threads"]}
     same = here == known and package_versions(chosen) == sidecar.content["packages"]
     dtype = sidecar.content["export"]["dtype"]
@@ -268,7 +268,7 @@ def _rounding(wanted: Tensor, plain: Tensor, chosen: Format) -> float:
         plain: (R, V), those of the record without schemes.
         chosen: the format.
     """
-    # Here and there the schemes move the same logits, as far as in the record or about as far.
+    # On both machines the schemes move the same logits, by about as much as in the record.
     own = 2 * _rms(wanted - plain)
     return own + _ROUNDED * _spread(wanted) if chosen.rounds_activations else own
 
@@ -282,11 +282,11 @@ def _compare(
         name: of the check.
         found: (R, V).
         wanted: (R, V), those of the record.
-        close: the largest difference relative to the largest logit, without any rounding of
-            activations, on another machine than that of the record.
+        close: the largest difference on another machine than that of the record, relative to the
+            largest logit, without any rounding of activations.
         rounding: what `_rounding` gives.
-        same: whether this is the machine of the record, where there may be no difference; one so
-            small tells of the machine and not of the checkpoint.
+        same: whether this is the machine of the record, where no difference is allowed; one
+            within `close` says something about the machine and not about the checkpoint.
     """
     if found.shape != wanted.shape:
         told = f"logits of shape {tuple(found.shape)} and not {tuple(wanted.shape)}"
@@ -321,12 +321,12 @@ def _rms(values: Tensor) -> float:
 
 
 def _spread(logits: Tensor) -> float:
-    """Root mean square of (R, V) logits about the mean of their row, which changes no softmax."""
+    """Root mean square of (R, V) logits about their row's mean, which does not affect softmax."""
     return _rms(logits - logits.mean(1, keepdim=True))
 
 
 def set_aside(folder: str | Path) -> Path:
-    """Take a checkpoint from its name; the new one ends in `.failed`, or in that and a number.
+    """Rename a checkpoint; its new name ends in `.failed`, or in `.failed-N`.
 
     Raises:
         UsageError: it cannot be renamed.

@@ -1,4 +1,4 @@
-"""Where quantdiff stands in a model: between q·kᵀ and softmax, and at every layer's output."""
+"""The hooks that record a model: between q·kᵀ and softmax, and at every layer's output."""
 
 from quantdiff.hooks.recorder import Recorder, record
 

@@ -1,6 +1,6 @@
-"""Attention calls of models outside of transformers' dispatch, told apart by the module under way.
+"""Attention calls outside of transformers' dispatch, attributed to the module that is running.
 
-Such a model calls torch's scaled_dot_product_attention, or flash-attn, by itself.
+Such a model calls torch's scaled_dot_product_attention, or flash-attn, directly.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from quantdiff.hooks.sdpa import SdpaCall, SdpaMode
 __all__ = ["BareCalls", "Call"]
 
 Call = SdpaCall | FlashCall
-# Takes a call, and may give what it computes: (pass, site, heads, logits, call).
+# Takes a call and may return its output: (pass, site, heads, logits, call).
 Take = Callable[[Pass, str, HeadsOf | None, Logits, Call], Tensor | None]
 
 
@@ -31,10 +31,10 @@ class BareCalls:
     """Sees the attention calls of a model and hands them to `take`.
 
     Args:
-        model, found, runs: what is looked at.
-        take: is given each call.
-        again: also those with queries and keys that it was given already, as differential attention
-            makes for each half of V.
+        model, found, runs: the model, its modules and its forward passes.
+        take: called with each attention call.
+        again: whether `take` also gets calls whose queries and keys it has seen, which
+            differential attention makes for each half of V.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BareCalls:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See what is called within."""
+        """Watch the attention calls made within."""
         with SdpaMode(self._sdpa):
             if flash_is_there():
                 with FlashMode(self._flash):
@@ -104,19 +104,19 @@ class BareCalls:
         )  # fmt: skip
 
     def _place(self, call: Call) -> tuple[Pass, str, int] | None:
-        """The pass, the module and how many other attentions it has computed in this call of it.
+        """The pass, the module, and this attention's number within the module's current call.
 
-        None for what was seen already or is seen elsewhere.
+        None for calls that were seen already or are seen elsewhere.
         """
         if in_backward():
             return None
         now = self._runs.current("attention")
         if now.dispatching or (now.stack and now.stack[-1] in self._found.inside):
-            return None  # of transformers or a backend of our own; it was seen as a whole
+            return None  # from transformers or a backend of our own, seen as a whole
         module = now.stack[-1] if now.stack else self._model
         if layer_of(module, self._found.layers) is None:
             if self._found.attention:
-                return None  # of a tower beside the decoder
+                return None  # in a tower beside the decoder
             raise RecordingError(
                 f"{module} attends outside of the layers {self._found.layers[0][0]} … "
                 f"{self._found.layers[-1][0]}; name the layers: record(model, layers=['…', …])"

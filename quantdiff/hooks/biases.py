@@ -1,4 +1,4 @@
-"""What is added to the logits: position biases, and what only looks like one."""
+"""What is added to the logits: position biases, and what only looks like them."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ __all__ = ["ROWS", "Bias", "position_bias", "refuse_fill"]
 
 Bias = Callable[[int, int], Tensor]
 
-ROWS = 256  # of a mask looked at in one go
+ROWS = 256  # of a mask that are processed at once
 
-_LOW = -1e3  # no weight is left of a logit so far below the others
-_NEAR = 0.01  # of a fill, by which small biases that were added to it may move it
+_LOW = -1e3  # a logit this far below the others has no weight
+_NEAR = 0.01  # relative change of a fill that small biases added to it may cause
 
 
 def position_bias(call: AttentionCall, bias: Bias | None) -> Bias | None:
-    """What is added to the logits in all: the mask's bias and a `position_bias` keyword."""
+    """Everything that is added to the logits: the mask's bias and a `position_bias` keyword."""
     added = call.options.get("position_bias")
     if added is None:
         return bias
@@ -33,20 +33,20 @@ def position_bias(call: AttentionCall, bias: Bias | None) -> Bias | None:
 
 
 def refuse_fill(name: str, mask: Tensor, floor: float) -> None:
-    """Refuse an additive mask whose entries above `floor` are in all likelihood a mask themselves.
+    """Refuse an additive mask with entries above `floor` that are most likely a mask themselves.
 
-    A fill such as −1e9 leaves no weight, but it is no position bias, and with it the logits would
-    be some of the largest numbers there are. It is known by its value, which stands apart from all
-    others nearer to 0: a bias that gets as low by and by, as ALiBi's does, has others close by.
+    A fill such as −1e9 leaves no weight, but it is not a position bias, and would make some logits
+    huge. It is recognized by its value, which is far from all others nearer to 0; a bias that
+    gets as low gradually, as ALiBi's does, has others close by.
 
     Args:
-        name: of what the mask was given to.
+        name: of what received the mask.
         mask: (B or 1, H or 1, N, M).
         floor: at or below it nothing may be attended.
 
     Raises:
-        RecordingError: there are entries at or below −1000, and none lies between the largest of
-            them and its half. Names the value.
+        RecordingError: there are entries at or below −1000, and none between the largest of them
+            and half of it. Names the value.
     """
     mask = mask.detach()
     blocks = [mask[:, :, i : i + ROWS] for i in range(0, mask.shape[2], ROWS)]

@@ -1,4 +1,4 @@
-"""Eager attention hands its weights back: they must be the softmax of what was recorded."""
+"""Eager attention returns its weights, which must be the softmax of what was recorded."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from quantdiff.statistics import Visible
 
 __all__ = ["check_weights"]
 
-_ROWS = 4  # queries looked at in each sequence
+_ROWS = 4  # about so many queries are checked in each sequence
 
 
 def check_weights(
@@ -24,8 +24,8 @@ def check_weights(
 ) -> bool:
     """Compare the weights of a few queries with the softmax of their logits.
 
-    Logarithms of weights are compared up to a constant a row, so that an attention sink, which
-    takes a share of every row, and dropout, which scales what it leaves, do not matter.
+    Logarithms of weights are compared up to a constant per row, so neither an attention sink, which
+    takes a share of every row, nor dropout, which scales what it leaves, matters.
 
     Args:
         name: of the attention module.
@@ -34,10 +34,10 @@ def check_weights(
         scale, visible, softcap, bias: as they were recorded.
 
     Returns:
-        Whether there was anything to compare: a row of one key has the weight 1 whatever its logit.
+        Whether there was anything to compare: a row of one key has weight 1 whatever its logit.
 
     Raises:
-        RecordingError: the weights are others; something between q·kᵀ and softmax is not known.
+        RecordingError: the weights differ; something between q·kᵀ and softmax is not known.
     """
     batch, heads, rows, _ = query.shape
     keys = key.shape[2]
@@ -76,8 +76,8 @@ def check_weights(
             if not bool(torch.isfinite(found).all()):
                 raise RecordingError(f"NaN or infinity among the attention weights of {name}")
             largest = float(torch.where(seen, s.abs(), 0.0).max())
-            # In logit units, so that a flat row tells as much as a peaked one. A sink shifts a row
-            # as a whole; what is all but nothing is left out, for it is mostly rounding.
+            # In logit units, so that a flat row is as informative as a peaked one. A sink shifts a
+            # row as a whole; weights close to 0 are left out, as they are mostly rounding.
             masked = s.masked_fill(~seen, -torch.inf)
             heavy = seen & (masked > masked.amax(-1, keepdim=True) - 4) & (found > 1e-30)
             gap = torch.where(heavy, found.clamp(min=1e-37).log() - s, 0.0)

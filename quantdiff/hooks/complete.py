@@ -1,4 +1,4 @@
-"""Whether all that should have been seen in a forward pass was seen, once and told apart."""
+"""Checks that a forward pass was seen completely, and that its calls can be told apart."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ __all__ = ["check_complete", "check_once", "site_key"]
 
 
 def site_key(name: str, branch: int | None) -> str:
-    """What a site's calls are counted under in a pass; a layer may have the site's name."""
+    """Key under which a site's calls are counted in a pass; a layer may have the site's name."""
     return f"{name} (logits)" if branch is None else f"{name} (branch {branch})"
 
 
 def check_once(name: str, calls: int) -> None:
-    """Refuse a module that is called again in a pass, before that is pooled with its first call.
+    """Refuse a module that is called again in a pass, before its calls are pooled.
 
     Raises:
-        RecordingError: names it.
+        RecordingError: names the module.
     """
     if calls > 1:
         raise RecordingError(
@@ -37,12 +37,12 @@ def check_complete(now: Pass, model: nn.Module, found: Found, sites: Sequence[st
     Args:
         now: the pass at its end.
         model, found: what is recorded.
-        sites: names of the logit sites that were ever seen.
+        sites: names of the logit sites seen so far.
 
     Raises:
         RecordingError: names the first module that is missing, or the layer.
     """
-    # A decoder half stands without its encoder: its cross-attention may stay silent.
+    # A decoder may run without its encoder, so its cross-attention may stay silent.
     attention = [name for name, _ in found.attention if not is_cross(name)]
     ran = [(name, now.fired[f"{name} (attention)"]) for name in attention]
     ran += [(name, now.fired[f"{name} (heads)"]) for name, _ in found.heads]

@@ -1,10 +1,10 @@
-"""The hook between q·kᵀ and softmax: transformers' attention dispatch, for chosen modules alone.
+"""The hook between q·kᵀ and softmax: transformers' attention dispatch, for chosen modules only.
 
 An attention module asks the dispatch table for the function that its config names. A hooked module
-is given a stand-in for its config whose implementation name compares equal to the real one but is
-another key of the table, under which the hook stands. So the model's masks and its own decisions
-are those of the real implementation, the hook calls that implementation for the output, and no
-other model, in this thread or another, ever meets the hook.
+gets a stand-in for its config whose implementation name compares equal to the real one but is
+another key of the table, under which the hook is registered. The model's masks and its own
+decisions are thus those of the real implementation, the hook calls that implementation for the
+output, and no other model, in this thread or another, ever reaches the hook.
 """
 
 import copy
@@ -45,8 +45,8 @@ class AttentionCall:
         value: (B, G, M, w) likewise.
         mask: as the function receives it: a tensor, a block mask, or None.
         options: the remaining keywords.
-        recorded: left by the observer for itself.
-        replaced: whether something else than the real function computed the output.
+        recorded: for the observer's own use.
+        replaced: whether something other than the real function computed the output.
     """
 
     __slots__ = (
@@ -80,17 +80,17 @@ Replacement = Callable[["AttentionCall", Tensor, Callable[[], Any]], Any]
 
 
 class Observer(Protocol):
-    """Is shown every attention call of the modules it was hooked to."""
+    """Sees every attention call of the modules it is hooked to."""
 
     def attention(self, call: AttentionCall) -> None:
-        """Look at a call before it is computed; must change nothing."""
+        """Inspect a call before it is computed; must change nothing."""
 
     def attended(self, call: AttentionCall, output: Any) -> None:
-        """Look at what the call gave; must change nothing."""
+        """Inspect the call's output; must change nothing."""
 
 
 class _Name(str):
-    """An implementation's name: equal to it in comparisons, another key in a dictionary."""
+    """An implementation's name that compares equal to it but is another key in a dictionary."""
 
     __slots__ = ()
 
@@ -105,7 +105,7 @@ class _Name(str):
 
 
 class _Config:
-    """Stands in for a module's config and differs in the implementation's name alone."""
+    """Stand-in for a module's config that differs only in the implementation's name."""
 
     def __init__(self, config: Any) -> None:
         vars(self).update(
@@ -120,7 +120,7 @@ class _Config:
         return type(self._quantdiff_config)
 
     def __getattr__(self, name: str) -> Any:
-        # Only missing attributes come here: all of the real config's.
+        # Called for missing attributes only, so for all of the real config's.
         if name.startswith("_quantdiff"):
             raise AttributeError(name)
         return getattr(self._quantdiff_config, name)
@@ -149,7 +149,7 @@ class _Config:
 
 
 def _interface() -> Any:
-    # The class holds what every table shares; a family may have a table of its own.
+    # The class holds what all tables share; a family may have its own table.
     from transformers.modeling_utils import AttentionInterface
 
     return AttentionInterface
@@ -199,7 +199,7 @@ def _observed_attention(
 
 
 def _default_attention(caller: Any) -> Callable[..., Any] | None:
-    """The function that the calling code gives as its default: its one global named *eager*."""
+    """The function that the calling code passes as its default: its only global named *eager*."""
     names = [
         name
         for name in caller.f_code.co_names
@@ -215,7 +215,7 @@ def _asks_the_table(module_type: type) -> bool:
 def attends_itself(module_type: type) -> bool:
     """Whether a class's methods, or functions that they name, call an attention function.
 
-    It may have another name there, as an import or a module of helpers gives it.
+    It may have another name there, through an import or a module of helpers.
     """
     for function in _functions(module_type):
         names = _names(function.__code__)
@@ -244,7 +244,7 @@ _ATTENTION = {
 
 
 def _functions(module_type: type) -> Iterator[Any]:
-    """The methods that torch does not bring along."""
+    """The methods of a class, except those of torch's own classes."""
     for kind in module_type.__mro__:
         if kind.__module__.startswith("torch."):
             continue
@@ -292,7 +292,7 @@ def hook(modules: Iterable[nn.Module], observer: Observer) -> None:
 
 
 def unhook(modules: Iterable[nn.Module], observer: Observer) -> None:
-    """Show them to `observer` no longer."""
+    """Stop showing them to `observer`."""
     for module in modules:
         config = vars(module).get("config")
         if type(config) is _Config and observer in config._quantdiff_observers:
@@ -301,13 +301,13 @@ def unhook(modules: Iterable[nn.Module], observer: Observer) -> None:
 
 
 def replace(modules: Iterable[nn.Module], replacement: Replacement) -> None:
-    """Let `replacement` compute the modules' attention calls until `restore`."""
+    """Have `replacement` compute the modules' attention calls until `restore`."""
     for module in modules:
         vars(_stand_in(module))["_quantdiff_replacement"] = replacement
 
 
 def restore(modules: Iterable[nn.Module]) -> None:
-    """Let the modules compute their attention calls by themselves again."""
+    """Have the modules compute their own attention calls again."""
     for module in modules:
         config = vars(module).get("config")
         if type(config) is _Config:
@@ -325,7 +325,7 @@ def _stand_in(module: nn.Module) -> _Config:
 
 
 def _clear(module: nn.Module, config: _Config) -> None:
-    """Give a module its own config back; with the last one the table is as it was."""
+    """Give a module its own config back; after the last one, the table is as it was."""
     if config._quantdiff_observers or config._quantdiff_replacement is not None:
         return
     module.config = config._quantdiff_config

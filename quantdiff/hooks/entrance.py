@@ -1,4 +1,4 @@
-"""The way into a model: its forward wrapped for a time, and what a call hands over."""
+"""The way into a model: wrapping its forward temporarily, and reading a call's arguments."""
 
 import copy
 import functools
@@ -29,20 +29,20 @@ _COMPILED = (
 )
 
 
-# Opaque to the compiler: where traced code raises, it gives up and runs what lies below without us.
-# With fullgraph=True it raises an error of its own, with this reason.
+# Opaque to the compiler: where traced code raises, it gives up and runs what is below without us.
+# With fullgraph=True it raises its own error, with this reason.
 @torch.compiler.disable(reason=_COMPILED)
 def _refuse_compiled(name: str) -> None:
     raise RecordingError(f"{name} is called under torch.compile: {_COMPILED}")
 
 
 class _Wrapped:
-    """A forward that goes through `around`, until that is taken away: then it is the forward.
+    """A forward that goes through `around` until that is removed; from then on, just the forward.
 
-    Others may have wrapped it in the meantime, and hold it for longer than it is wanted.
+    Other code may have wrapped it in the meantime and hold it for longer than it is needed.
     """
 
-    # Slots, for whoever wraps this one with functools.wraps copies its __dict__.
+    # Slots, because wrapping this with functools.wraps copies its __dict__.
     __slots__ = ("__dict__", "__weakref__", "around", "bare", "forward", "module")
 
     def __init__(
@@ -52,7 +52,7 @@ class _Wrapped:
         self.__signature__ = inspect.signature(forward)
         self.module, self.forward = module, forward
         self.around: Callable[..., Any] | None = around
-        # Whether the module had a forward of its own, and not its class's, before this one.
+        # Whether the module had only its class's forward before, and none of its own.
         self.bare = "forward" not in vars(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,18 +82,18 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# What has entered each module, by the kinds whose methods wrap it. What is in `forward` does not
-# tell: others may have wrapped it since.
+# Classes whose methods wrap each module's forward. `forward` itself does not show this: other code
+# may have wrapped it since.
 _entered: WeakKeyDictionary[nn.Module, list[type]] = WeakKeyDictionary()
 
 
 def is_entered(module: nn.Module, kind: type) -> bool:
-    """Whether the module's forward is wrapped by a method of just this `kind`."""
+    """Whether the module's forward is wrapped by a method of exactly this `kind`."""
     return kind in _entered.get(module, ())
 
 
 class Entrance:
-    """Wraps a module's forward for a time, so that a pass is left in every case, also by Ctrl-C."""
+    """Wraps a module's forward temporarily, so that no end of a pass is missed, even on Ctrl-C."""
 
     def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
         """`around(module, forward, args, kwargs)` is called in place of the forward."""
@@ -105,9 +105,9 @@ class Entrance:
         _entered.setdefault(module, []).append(self._kind)
 
     def remove(self) -> None:
-        """Give the module its own forward back; entrances may be left in any order.
+        """Give the module its own forward back; entrances may be removed in any order.
 
-        Where somebody else has wrapped the forward since, theirs stays and leads past us.
+        If other code has wrapped the forward since, its wrapper stays and bypasses this one.
         """
         if self._own.around is None:
             return
@@ -117,7 +117,7 @@ class Entrance:
 
 
 def _take_off(module: nn.Module) -> None:
-    """Give a module the forward beneath the entrances that were left, down to one that was not."""
+    """Take removed entrances off a module's forward, from the top down to one still in use."""
     top = vars(module).get("forward")
     while isinstance(top, _Wrapped) and top.around is None:
         if top.bare:
@@ -127,7 +127,7 @@ def _take_off(module: nn.Module) -> None:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running: gradient checkpointing then computes a second time."""
+    """Whether autograd is running: gradient checkpointing then computes forwards again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -141,7 +141,7 @@ def arguments(
 
 def cache_of(source: Any) -> Any:
     """The key-value cache among a call's arguments or in a model's output, or None."""
-    # Its name changed from past_key_values to cache; asking a new output by the old name warns.
+    # Its name changed from past_key_values to cache; the old name warns on a new output.
     values = list(source.values()) if isinstance(source, dict) else list(source)
     return next((value for value in values if hasattr(value, "get_seq_length")), None)
 

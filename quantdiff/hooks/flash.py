@@ -1,7 +1,7 @@
-"""The hook for models that call flash-attn by themselves, as the official DIFF code does.
+"""The hook for models that call flash-attn directly, as the official DIFF code does.
 
-flash-attn 2 computes in two operators of torch's dispatcher, which a `TorchDispatchMode` sees; the
-mode is active within the recorded model's forward alone, where the package is there.
+flash-attn 2 runs as two operators of torch's dispatcher, which a `TorchDispatchMode` sees; the
+mode is active only within the recorded model's forward, and only if the package is loaded.
 """
 
 import functools
@@ -30,16 +30,16 @@ class FlashCall:
     """The arguments of one call.
 
     Attributes:
-        query: (B, H, N, D); key: (B, G, M, D); of a packed call, once `unpack` was called.
+        query: (B, H, N, D); key: (B, G, M, D); for a packed call, only after `unpack`.
         mask: None; padding is known from the pass.
-        is_causal: whether the last query sees the last key, and each earlier one a key less.
-        window: how many keys before and after its own place a query sees; −1 for all.
-        scale, softcap: of the logits; a cap of None where there is none.
+        is_causal: whether the last query sees the last key, and each earlier query one key fewer.
+        window: number of keys a query sees before and after its own position; −1 for all.
+        scale, softcap: of the logits; softcap is None if there is no cap.
         value: (B, G', M, w); dropout: its probability.
         tensors: queries and keys as given.
         compute: the call itself; its first result is the output.
         again: whether the same queries and keys were seen before, with other values.
-        packed: whether sequences lie one behind the other without padding.
+        packed: whether sequences are concatenated without padding.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class FlashCall:
         self.softcap: float | None = given["softcap"] or None
 
     def unpack(self, batch: Batch) -> None:
-        """Put packed queries, keys and values where their tokens stand among the padding.
+        """Put packed queries, keys and values at their tokens' places among the padding.
 
         Raises:
             RecordingError: they are not the real tokens of the pass, sequence by sequence.
@@ -94,7 +94,7 @@ class FlashCall:
         self._kept = batch.real
 
     def shaped(self, out: Tensor) -> Tensor:
-        """An output (B, H, N, w) as the call gives it."""
+        """An output (B, H, N, w) in the form that the call returns."""
         out = out.transpose(1, 2)
         return out.contiguous() if self._kept is None else out[self._kept.to(out.device)]
 
@@ -108,7 +108,7 @@ class FlashCall:
 
 
 class FlashMode(TorchDispatchMode):
-    """Shows every call of flash-attn's operators to `observe`, which may give its output."""
+    """Shows every call of flash-attn's operators to `observe`, which may compute its output."""
 
     def __init__(self, observe: Callable[[FlashCall], Tensor | None]) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class FlashMode(TorchDispatchMode):
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "flash_attn" and name in _OPERATORS:
-            # What has its default value does not come along.
+            # Arguments at their default value are not passed along.
             known = func._schema.arguments
             given = {a.name: a.default_value for a in known if a.has_default_value()}
             given |= dict(zip([a.name for a in known], args, strict=False))

@@ -1,4 +1,4 @@
-"""What of a model is recorded: its layers, its attention modules, their head layouts."""
+"""What is recorded of a model: its layers, its attention modules, their head layouts."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -28,28 +28,28 @@ __all__ = ["Found", "refuse"]
 
 
 class Found:
-    """The modules of a model that the recorder stands at.
+    """The modules of a model that the recorder hooks.
 
     Attributes:
         layers: names and modules whose outputs are the hidden states, in order.
-        attention: modules that ask transformers' dispatch; of a model with towers, the decoder's.
-        names: of these modules.
-        heads: quantdiff's own attention, by the name of the module that it belongs to.
+        attention: names and modules that use transformers' dispatch; with towers, the decoder's.
+        names: names of these modules, by module.
+        heads: quantdiff's own attention, with the name of the module that it belongs to.
         inside: full names of all `Heads` modules.
         modules: all modules by name.
-        bare: beside modules of the dispatch, those in the layers that attend by themselves.
+        bare: names of modules in the layers that attend directly, besides those of the dispatch.
         entrances: the modules through which a pass may begin: the model and the decoders inside.
     """
 
     def __init__(
         self, model: nn.Module, layers: Sequence[str] | None, layout: str | None = None
     ) -> None:
-        """Look for them; `layers` are names, or None for the list that holds the attention.
+        """Find them; `layers` are names, or None for the list that holds the attention.
 
         Args:
             model: to be recorded.
             layers: names, or None.
-            layout: head layout of all attention but quantdiff's own, or None for what is known.
+            layout: head layout of all attention but quantdiff's own, or None for the known ones.
 
         Raises:
             RecordingError: no list of layers is found, or more than one.
@@ -66,7 +66,7 @@ class Found:
             self.layers, _ = owning_list(model, [name for name, _ in own])
             self.attention: list[tuple[str, nn.Module]] = []
         elif not found:
-            # Calls of attention functions are looked for while the model runs.
+            # Calls of attention functions are found while the model runs.
             self.layers = named_layers(model, layers) if layers else block_list(model)
             self.attention = []
         else:
@@ -83,8 +83,8 @@ class Found:
         self._families: dict[str, Family] = {}
         self._first: dict[
             str, tuple[StorageWeakRef, int, int]
-        ] = {}  # where the queries of map 1 lie
-        self._totals: dict[str, int] = {}  # query heads of modules whose maps are calls apart
+        ] = {}  # where the queries of map 1 are in memory
+        self._totals: dict[str, int] = {}  # query heads of modules with one call per map
         self.heads: list[tuple[str, Heads]] = []
         for name, heads in own:
             if layer_of(name, self.layers) is not None:
@@ -96,7 +96,7 @@ class Found:
                     f"{self.layers[-1][0]}; name the layers: record(model, layers=['…', …])"
                 )
         self.layouts(name for name, _ in self.heads)
-        self.dtypes: dict[str, torch.dtype] = {}  # of the queries that an attention module made
+        self.dtypes: dict[str, torch.dtype] = {}  # of each attention module's queries
         self.bare = self._bare() if self.attention else []
         self.entrances = self._entrances(model)
 
@@ -114,10 +114,10 @@ class Found:
         return known
 
     def owner(self, module: str) -> str:
-        """The attention module that a bare call belongs to, by the module under way.
+        """The attention module that a bare call belongs to, given the module that is running.
 
-        That is the nearest one around it that looks differential, or else itself: λ may stand in a
-        module whose child attends, once for each map.
+        That is the innermost of this module and its parents that looks differential, or else this
+        module: λ may be in a module whose child attends, once for each map.
         """
         parts = module.split(".")
         for end in range(len(parts), 0, -1):
@@ -132,7 +132,7 @@ class Found:
         return module
 
     def _bare(self) -> list[str]:
-        """Modules in the layers, beside those of the dispatch, whose code calls attention."""
+        """Modules in the layers, besides those of the dispatch, whose code calls attention."""
         taken = {name for name, _ in self.attention} | self.inside
         owners = tuple(f"{name}." for name, _ in self.heads)
         return [
@@ -149,11 +149,11 @@ class Found:
 
         Args:
             name: of the attention module.
-            turn: how many attentions with other queries or keys it has computed in this call of it.
+            turn: number of attentions with other queries or keys earlier in this call of it.
             query: (B, H, N, D).
 
         Raises:
-            RecordingError: more calls than its layout has, or heads that are not those of a map.
+            RecordingError: more calls than its layout has, or heads that do not fit a map.
         """
         family, count = self.family(name), query.shape[1]
         if family.layout == "none":
@@ -194,10 +194,10 @@ class Found:
         return HeadsOf(turn + 1, which, total, step)
 
     def _check_order(self, name: str, turn: int, query: Tensor, heads: Layout) -> None:
-        """Refuse two calls whose queries are views that lie otherwise than the layout has them.
+        """Refuse two calls whose queries are views in another order than the layout's.
 
-        Neighbours stand one head apart, each map's own heads two; where the queries were copied on
-        their way, nothing can be told.
+        In memory, the heads of a pair are one head apart, and heads of the same map two. If the
+        queries were copied on the way, nothing can be checked.
         """
         storage = StorageWeakRef(query.untyped_storage())
         place, stride = query.storage_offset(), query.stride(1)
@@ -232,7 +232,7 @@ class Found:
         )
 
     def layouts(self, sites: Iterable[str]) -> list[str]:
-        """The head layout of every layer, by the attention modules that were seen in it.
+        """The head layout of every layer, from the attention modules seen in it.
 
         Raises:
             RecordingError: a layer holds attention of several layouts.
@@ -251,12 +251,12 @@ class Found:
         return ["/".join(kinds.get(i, {""})) for i in range(len(self.layers))]
 
     def lam(self, name: str) -> float | None:
-        """λ of an attention module where it is one number."""
+        """λ of an attention module if it is one number, else None."""
         module = self.modules.get(name)
         return None if module is None else lambda_of(module, self.dtypes.get(name, torch.float32))
 
     def lambdas(self, sites: Iterable[str]) -> list[float | None] | None:
-        """λ of every layer where it is one number a layer; None where no layer has such a one."""
+        """λ of every layer, None where it is not a single number; None if no layer has one."""
         found: list[float | None] = [None] * len(self.layers)
         for name in sites:
             layer = layer_of(name, self.layers)
@@ -279,7 +279,7 @@ class Found:
 
 
 def refuse(model: nn.Module) -> None:
-    """Refuse models that cannot be recorded rightly, before they run.
+    """Refuse models that cannot be recorded correctly, before they run.
 
     Raises:
         RecordingError: a model under torch.compile, or an encoder-decoder.

@@ -1,4 +1,4 @@
-"""What a recording keeps: every site's statistics, with places told in sequences and tokens."""
+"""What a recording keeps: every site's statistics, with places given by sequence and token."""
 
 import threading
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Kept:
     """The sites of a recording.
 
     Attributes:
-        lock: held while a site is added to.
+        lock: held while adding to a site.
         hidden_sites: by module path.
     """
 
@@ -63,7 +63,7 @@ class Kept:
         )
 
     def attention_logits(self, layouts: Sequence[str]) -> AttentionLogits:
-        """The logit sites in the order of the layers, whose head layouts are given."""
+        """The logit sites in the order of the layers; `layouts` are the layers' head layouts."""
         sites: dict[str, SiteStatistics] = {}
         for (name, branch), site in sorted(self._calls.items(), key=lambda item: item[1].layer):
             part = self._parts.get((name, branch))
@@ -72,7 +72,7 @@ class Kept:
                 sites[name].merge(whole)
             else:
                 sites[name] = whole
-        # Several attentions of a layer have its layout, but may have other numbers of heads.
+        # All attentions of a layer have its layout, but their numbers of heads may differ.
         return AttentionLogits(
             list(sites.values()),
             {name: branches(layouts[site.layer], site.groups) for name, site in sites.items()},
@@ -80,11 +80,11 @@ class Kept:
 
     @property
     def logit_sites(self) -> list[str]:
-        """Names of the sites that attention was seen at."""
+        """Names of the sites where attention was seen."""
         return list(dict.fromkeys(name for name, _ in self._calls))
 
     def logits(self, name: str, part: HeadsOf | None, call: Logits, batch: Batch) -> None:
-        """Add one attention call of the site `name`, a module path and perhaps a remark behind it.
+        """Add one attention call of the site `name`, a module path that a remark may follow.
 
         Args:
             name: of the site.
@@ -124,7 +124,7 @@ class Kept:
         """Add the output of the layer `name`.
 
         Raises:
-            RecordingError: the output is no (sequences, tokens, channels), or holds NaN or
+            RecordingError: the output is not (sequences, tokens, channels), or holds NaN or
                 infinity.
         """
         site = self.hidden_sites[name]

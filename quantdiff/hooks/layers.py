@@ -1,4 +1,4 @@
-"""Where the layers are whose outputs form the residual stream."""
+"""Finding the layers whose outputs form the residual stream."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, lis
         attention: names of its attention modules.
 
     Returns:
-        Names and modules of the layers in order, and the attention modules that stand in them: of
-        a model with towers, those of the text decoder.
+        Names and modules of the layers in order, and the names of the attention modules in them:
+        in a model with towers, those of the text decoder.
 
     Raises:
         RecordingError: no list, or more than one, holds the decoder's attention modules.
@@ -29,7 +29,7 @@ def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, lis
     modules = list(model.named_modules())
     lists: dict[str, nn.Module] = {n: m for n, m in modules if isinstance(m, nn.ModuleList)}
     owners = {site: _outermost(site, lists) for site in attention}
-    if set(owners.values()) == {None}:  # blocks may stand in a Sequential as well
+    if set(owners.values()) == {None}:  # blocks may also be in a Sequential
         lists = {n: m for n, m in modules if _alike(m)}
         owners = {site: _outermost(site, lists) for site in attention}
     if None in owners.values():
@@ -53,9 +53,9 @@ def owning_list(model: nn.Module, attention: Sequence[str]) -> tuple[Layers, lis
 
 
 def block_list(model: nn.Module) -> Layers:
-    """The largest list of like blocks of a model that says nothing about itself.
+    """The largest list of blocks of one type, for a model that gives no other clue.
 
-    Lists within blocks that are known to attend, as of experts, are left out.
+    Lists inside blocks that are known to attend, such as lists of experts, are left out.
 
     Raises:
         RecordingError: there is none; the remedy is to name the layers.
@@ -69,10 +69,10 @@ def block_list(model: nn.Module) -> Layers:
     several = {module for module in lists.values() if len(module) > 1}
     best, size = None, (False, 0)
     for name, module in lists.items():
-        # A list of towers is no list of blocks: the blocks are inside.
+        # A list of towers is not a list of blocks: the blocks are inside.
         if any(inner in several for block in module for inner in block.modules()):
             continue
-        # One block makes a list only where there is no other.
+        # A list of one block is chosen only if there is no longer list.
         weight = (len(module) > 1, sum(p.numel() for p in module.parameters()))
         if weight > size:
             best, size = (name, module), weight
@@ -87,7 +87,7 @@ def block_list(model: nn.Module) -> Layers:
 
 
 def named_layers(model: nn.Module, names: Sequence[str]) -> Layers:
-    """The modules of these names.
+    """The modules with these names.
 
     Raises:
         UsageError: a name that the model does not have.
@@ -100,7 +100,7 @@ def named_layers(model: nn.Module, names: Sequence[str]) -> Layers:
 
 
 def layer_of(site: str, layers: Layers) -> int | None:
-    """Index of the layer in which a module stands, or None."""
+    """Index of the layer that contains a module, or None."""
     for i, (name, _) in enumerate(layers):
         if site == name or site.startswith(f"{name}."):
             return i
@@ -126,7 +126,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _distinct(layers: Layers) -> Layers:
-    """Refuse a module that stands twice: its outputs would all be those of both places."""
+    """Refuse a module that is listed twice: each of its outputs would count for both places."""
     if len({id(module) for _, module in layers}) < len(layers):
         raise RecordingError(
             "one module stands more than once in the list of layers; which of them an output "

@@ -16,12 +16,12 @@ __all__ = ["hooked", "in_order", "input_rows", "input_width", "linear_modules"]
 
 T = TypeVar("T")
 
-# What stands before or behind experts that are shared, or before and behind all, sees all tokens.
+# Shared experts, expert gates, and modules before or after the experts see all tokens.
 _EXPERT = re.compile(r"(?!.*shared)(?!.*(pre|post)_expert)(?!.*expert_gate).*expert", re.IGNORECASE)
 
 
 def linear_modules(found: Found) -> dict[str, nn.Module]:
-    """Those in the layers, by name; neither embeddings nor the output head."""
+    """The linear modules in the layers, by name; neither embeddings nor the output head."""
     from transformers.pytorch_utils import Conv1D
 
     return {
@@ -32,14 +32,14 @@ def linear_modules(found: Found) -> dict[str, nn.Module]:
 
 
 def hooked(found: Found, modules: Mapping[str, T], done: str) -> dict[str, T]:
-    """Those of some linear modules that are called, and not used by their weight alone.
+    """Select the linear modules that are called, and not just read for their weight.
 
-    Warns of the others.
+    Warns about the others.
 
     Args:
         found: what is known of the model.
         modules: by name.
-        done: to the inputs of those that are called, such as "recorded".
+        done: what is done to the inputs of those that are called, such as "recorded".
     """
     past = [
         name
@@ -65,8 +65,8 @@ def input_width(module: nn.Module) -> int:
 def in_order(found: Found, name: str) -> bool:
     """Whether inputs (B·N, C) of a linear module are the tokens of a pass in their order.
 
-    Those of an expert are the tokens that were sent to it, which may be just as many. It is told by
-    its name, or by the list in its layer that it stands in.
+    Those of an expert are the tokens routed to it, which may be just as many. An expert is
+    recognized by its name, or by being in a list within its layer.
     """
     layer = layer_of(name, found.layers)
     assert layer is not None, name
@@ -75,15 +75,15 @@ def in_order(found: Found, name: str) -> bool:
     places = [".".join([outer, *parts[:end]]) for end in range(1, len(parts))]
     lists = any(isinstance(found.modules[p], nn.ModuleList | nn.ModuleDict) for p in places)
     expert = any(_EXPERT.match(part) for part in parts)
-    routes = any("router" in part.lower() for part in parts)  # it may stand among the experts
+    routes = any("router" in part.lower() for part in parts)  # may be among the experts
     return not lists and (not expert or routes)
 
 
 def input_rows(name: str, x: Tensor, now: Pass, found: Found) -> Tensor:
-    """The inputs of a linear module, a row a token of the pass, (B·N, C).
+    """The inputs of a linear module, one row per token of the pass, (B·N, C).
 
     Raises:
-        RecordingError: they are other tokens than those of the pass, or padding cannot be told.
+        RecordingError: they are not the tokens of the pass, or it is not known which are padding.
     """
     if now.ready_mask and not now.batch.told:
         raise RecordingError(

@@ -1,4 +1,4 @@
-"""What the hooks hand over of one attention call."""
+"""What the hooks pass on from one attention call."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Logits:
         query: (B, H, N, D).
         key: (B, G, M, D).
         scale, visible, softcap, bias: as in `measure_logits`.
-        cross: the keys are those of something else, with their own numbers.
+        cross: whether it is cross-attention, whose keys have their own numbering.
         sinks: learned logits without a key that take a share of each row, (H,), or None.
     """
 
@@ -33,7 +33,7 @@ class Logits:
     sinks: Tensor | None = None
 
     def distinct(self, step: int) -> tuple[Tensor, Tensor]:
-        """Queries and keys of every `step`-th head, where so many query heads are one repeated."""
+        """Queries and keys of every `step`-th head, if each `step` query heads are one repeated."""
         if step == 1:
             return self.query, self.key
         heads, kv_heads = self.query.shape[1], self.key.shape[1]
@@ -43,13 +43,13 @@ class Logits:
 
 @dataclass(frozen=True)
 class HeadsOf:
-    """Which heads of an attention module one call computes, where the maps have a call each.
+    """Which heads of an attention module one call computes, if each map has its own call.
 
     Attributes:
         branch: 1 or 2.
         heads: their indices in the order of the projection.
         total: number of query heads H of the module.
-        step: every so many query heads of the call are one head repeated.
+        step: each run of this many query heads of the call is one head repeated.
     """
 
     branch: int

@@ -1,4 +1,4 @@
-"""Attention maps and λ: measured when an attention module is done, for then its λ is known."""
+"""Attention maps and λ: measured when an attention module is done, since its λ is known then."""
 
 import threading
 import warnings
@@ -31,7 +31,7 @@ Paired = tuple[list[int], list[int], float | Tensor]  # heads of map 1 and of ma
 
 
 class Lambdas:
-    """V2's λ, one a token and pair, as the projection in an attention module gives it."""
+    """V2's λ, one per token and pair, as the projection in an attention module computes it."""
 
     def __init__(self, found: Found) -> None:
         self.lock = threading.Lock()
@@ -44,7 +44,7 @@ class Lambdas:
                 self.modules.append((name, projection))
 
     def hook(self, name: str, current: Callable[[str], Pass]) -> Callable[..., None]:
-        """A forward hook on the projection in the attention module of that name."""
+        """A forward hook for the projection in the attention module `name`."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if in_backward() or self._found.family(name).layout != "adjacent_shared":
@@ -53,7 +53,7 @@ class Lambdas:
             check_once(name, now.entered[name])
             if not isinstance(output, Tensor) or tuple(output.shape[:2]) != now.batch.shape:
                 raise RecordingError(f"{name}.lambda_proj gives no (sequences, tokens, pairs) of λ")
-            lam = torch.sigmoid(output.detach())  # (B, N, h), in the model's dtype, as it uses it
+            lam = torch.sigmoid(output.detach())  # (B, N, h), in the dtype that the model uses
             now.lambdas[name] = lam.transpose(1, 2)[..., None]  # (B, h, N, 1)
             values = lam[now.batch.real.to(lam.device)].float().T.contiguous().cpu().numpy()
             if not np.isfinite(values).all():
@@ -75,7 +75,7 @@ class Lambdas:
 
 
 class WhenDone(ABC):
-    """Measures the attention calls of a module when it is done, for then its λ is known.
+    """Measures the attention calls of a module when it is done, since its λ is known then.
 
     Args:
         found: the modules of the model.
@@ -98,7 +98,7 @@ class WhenDone(ABC):
         """
 
     def finish(self, module: str, now: Pass) -> None:
-        """Measure the calls that an attention module has made, now that it is done.
+        """Measure the calls that an attention module made, now that it is done.
 
         Raises:
             RecordingError: NaN or infinity among the logits or λ.
@@ -108,7 +108,7 @@ class WhenDone(ABC):
         for name, part, call in calls:
             if part is None:
                 self._add(name, module, call, now)
-        if len(parts) == 2:  # one of two is refused when the pass ends
+        if len(parts) == 2:  # a single one is refused when the pass ends
             name = next(name for name, part, _ in calls if part is not None)
             self._add(name, module, _joined(parts), now)
 
@@ -141,8 +141,8 @@ class Maps(WhenDone):
 
     Args:
         found: the modules of the model.
-        spans: of each sequence, by its number, the answer's first token and the one behind its
-            last, among its real tokens; None where it has none.
+        spans: for each sequence, by its number, the answer's (first token, last token + 1) among
+            its real tokens; None if it has no answer.
     """
 
     def __init__(self, found: Found, spans: Sequence[Span | None]) -> None:
@@ -189,7 +189,7 @@ class Maps(WhenDone):
                 f"NaN or infinity among the attention logits or λ of layer {layer}, "
                 f"head {error.group} ({name})"
             ) from None
-        if call.cross:  # keys of something else have no first token of the sequence
+        if call.cross:  # the keys do not contain the sequence's first token
             for site in sites.values():
                 site.counts["sink_rows"][:] = 0
                 site.sums["sink"][:] = site.sums["sink_share"][:] = 0
@@ -197,7 +197,7 @@ class Maps(WhenDone):
     def _places(self, batch: Batch, keys: int) -> dict[str, Any]:
         """Where sequences begin among the keys, and their spans."""
         offset = batch.key_offset(keys)
-        zeros = batch.kept.int().argmax(1).cpu() - offset  # (B,); below 0 once a window dropped it
+        zeros = batch.kept.int().argmax(1).cpu() - offset  # (B,); below 0 once a window drops it
         places: dict[str, Any] = {"key_zero": zeros}
         spans: list[Span | None] = []
         for b, zero in enumerate(zeros.tolist()):
@@ -217,7 +217,8 @@ def _joined(parts: list[tuple[HeadsOf, Logits]]) -> Logits:
     """The calls of map 1 and map 2 as one over all heads, in the order of the projection.
 
     Raises:
-        RecordingError: they have another scale, cap, mask or bias each, or one for every head.
+        RecordingError: their scale, cap, mask or bias differs, a mask or bias is per head, or they
+            have sinks.
     """
     (_, one), (_, two) = parts
     rows = one.visible.mask_rows(0, 1), None if one.bias is None else one.bias(0, 1)

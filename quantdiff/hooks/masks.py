@@ -1,6 +1,6 @@
 """What an attention function's mask means: which logits may be attended, and what is added.
 
-Each implementation reads its mask in its own way; one function an implementation says how.
+Implementations read their masks in different ways, and so do the functions here.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from quantdiff.statistics import Visible
 
 __all__ = ["check_options", "read_flash", "read_heads", "read_mask", "read_sdpa"]
 
-# Keywords that leave the logits as they are. Sliding windows are in the mask already, but for the
-# flash functions, which read the keyword.
+# Keywords that leave the logits as they are. Sliding windows are in the mask already, except for
+# the flash functions, which read the keyword.
 _HARMLESS = {
     "cache_position", "deterministic", "dropout", "is_causal", "kernel_options", "layer_idx",
     "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
@@ -54,8 +54,8 @@ def read_mask(call: AttentionCall) -> tuple[Visible, Bias | None]:
     """Which logits of a call count, and what is added to them, or None.
 
     Raises:
-        RecordingError: an implementation or a mask of a kind that is not known, or what is added
-            is a mask by all appearances; see `refuse_fill`.
+        RecordingError: an unknown implementation or kind of mask, or what is added appears to be a
+            mask itself; see `refuse_fill`.
     """
     reader = _READERS.get(call.implementation)
     if reader is None:
@@ -67,7 +67,7 @@ def read_mask(call: AttentionCall) -> tuple[Visible, Bias | None]:
 
 
 def read_sdpa(call: SdpaCall, name: str) -> tuple[Visible, Bias | None]:
-    """The same for a bare scaled_dot_product_attention call, by the module of this name."""
+    """Like `read_mask`, for a bare scaled_dot_product_attention call by the module `name`."""
     batch, _, rows, _ = call.query.shape
     keys, device = call.key.shape[2], call.query.device
     if call.is_causal:
@@ -79,7 +79,7 @@ def read_sdpa(call: SdpaCall, name: str) -> tuple[Visible, Bias | None]:
 
 
 def read_heads(call: HeadsCall) -> tuple[Visible, Bias | None]:
-    """The same for quantdiff's own attention: causal, padding left out."""
+    """Like `read_mask`, for quantdiff's own attention: causal, without padding."""
     batch, rows, keys = _sizes(call)
     device = call.query.device
     if call.mask is None:
@@ -96,23 +96,23 @@ def read_heads(call: HeadsCall) -> tuple[Visible, Bias | None]:
 
 
 def read_flash(call: FlashCall, batch: Batch) -> tuple[Visible, Bias | None]:
-    """The same for a call of flash-attn by the model itself."""
+    """Like `read_mask`, for a direct call of flash-attn by the model."""
     b, rows, keys = _sizes(call)
     device = call.query.device
     left, right = call.window
     right = 0 if call.is_causal else right
-    # Packed sequences hold no padding, so that places are counted without it.
+    # Packed sequences hold no padding, so positions are counted without it.
     kept = batch.kept.to(device) if call.packed else torch.ones(b, keys, device=device).bool()
     return _from_rows(_among_kept(kept, rows, left, right), b, rows, keys, device), None
 
 
 def _among_kept(kept: Tensor, rows: int, left: int, right: int) -> Bias:
-    """The rows of a mask whose windows are counted among the kept keys alone, as flash-attn does.
+    """The rows of a mask whose windows are counted among the kept keys only, as in flash-attn.
 
     Args:
-        kept: (B, M) bool; the last query stands at the last key.
+        kept: (B, M) bool; the last query is at the last key.
         rows: number of queries.
-        left, right: how many keys before and after its own place a query sees; −1 for all.
+        left, right: number of keys a query sees before and after its own position; −1 for all.
     """
     place = kept.long().cumsum(1) - 1  # (B, M)
     queries = place[:, -rows:]
@@ -131,7 +131,7 @@ def _among_kept(kept: Tensor, rows: int, left: int, right: int) -> Bias:
 
 
 def _upper_left(batch: int, rows: int, keys: int, device: torch.device) -> Visible:
-    """Causal, counted from the upper left: the first query sees the first key only."""
+    """Causal, aligned to the upper left: the first query sees the first key only."""
     visible = Visible.causal(batch, rows, rows, device)
     visible.stop = visible.stop.clamp(max=keys)
     return visible
@@ -192,7 +192,7 @@ def _named(call: AttentionCall) -> str:
 
 
 def _refuse_bool(call: AttentionCall) -> None:
-    """A boolean mask that is added to the logits masks nothing."""
+    """Refuse a boolean mask, which masks nothing when it is added to the logits."""
     if isinstance(call.mask, Tensor) and call.mask.dtype == torch.bool:
         raise RecordingError(
             f"{call.implementation} attention adds its mask to the logits; a boolean one would "
@@ -201,7 +201,7 @@ def _refuse_bool(call: AttentionCall) -> None:
 
 
 def _restarts(positions: Any) -> bool:
-    """Whether position_ids do not simply count on."""
+    """Whether position_ids do not increase by one throughout."""
     return isinstance(positions, Tensor) and bool((positions.flatten().diff() != 1).any())
 
 
@@ -217,7 +217,7 @@ def _flash(call: AttentionCall) -> tuple[Visible, Bias | None]:
     elif batch == 1 and rows > 1 and _restarts(call.options.get("position_ids")):
         raise RecordingError(PACKED)
     visible = Visible.everything(batch, rows, keys, device)
-    # The last query stands at the last key.
+    # The last query is at the last key.
     here = torch.arange(keys - rows, keys, dtype=torch.int32, device=device)
     window = call.options.get("sliding_window")
     causal = _is_causal(call)
@@ -254,10 +254,10 @@ _READERS: dict[str, Callable[[AttentionCall], tuple[Visible, Bias | None]]] = {
 def _from_tensor(
     call: AttentionCall | SdpaCall, mask: Tensor, name: str
 ) -> tuple[Visible, Bias | None]:
-    """At or below half of the dtype's minimum an entry is a mask, above it a bias.
+    """Read a mask tensor: entries at or below half the dtype's minimum mask, others are a bias.
 
-    The fill may be -inf or the dtype's minimum, or a sum of several of them. Another constant that
-    is as good as a mask is refused; see `refuse_fill`.
+    The fill may be -inf or the dtype's minimum, or a sum of several of them. Any other constant
+    that is effectively a mask is refused; see `refuse_fill`.
     """
     batch, rows, keys = _sizes(call)
     heads = call.query.shape[1]
@@ -279,7 +279,7 @@ def _from_tensor(
         return _from_rows(lambda i, j: mask[:, :, i:j], batch, rows, keys, mask.device), None
     floor = torch.finfo(mask.dtype).min / 2
     visible = _from_rows(lambda i, j: mask[:, :, i:j] > floor, batch, rows, keys, mask.device)
-    # A bias that is learned may be zero so far.
+    # A learned bias may still be zero.
     biased = mask.requires_grad or any(
         bool(((block := mask[:, :, i : i + ROWS]) > floor).logical_and(block != 0).any())
         for i in range(0, rows, ROWS)
@@ -291,7 +291,7 @@ def _from_tensor(
 
 
 def _from_rows(mask_rows: Bias, batch: int, rows: int, keys: int, device: torch.device) -> Visible:
-    """Intervals where every row is one, else the mask itself."""
+    """Intervals if every row is one, else intervals and the mask itself."""
     start = torch.zeros(batch, rows, dtype=torch.int32, device=device)
     stop = torch.zeros_like(start)
     plain = True

@@ -1,4 +1,4 @@
-"""The hook in quantdiff's own attention modules, whatever their backend computes with."""
+"""The hook in quantdiff's own attention modules, whatever their backend."""
 
 from collections import Counter
 from typing import Any
@@ -16,8 +16,8 @@ class HeadsCall:
 
     Attributes:
         query: (B, H, N, D).
-        key: (B, G, M, D), query head i reading key head i // (H/G); G is H where the layout does
-            not have it so by itself.
+        key: (B, G, M, D); query head i reads key head i // (H/G). If the layout pairs them
+            differently, key heads are repeated so that G is H.
         cached: keys and values as a cache holds them, (B, G, M, D) each.
         mask: (B, M), 0 or False at padding; or None.
     """
@@ -31,18 +31,18 @@ class HeadsCall:
         heads, kv_heads = self.query.shape[1], key.shape[1]
         sources = module.layout.key_heads(heads, kv_heads)
         if heads % kv_heads or sources != [head * kv_heads // heads for head in range(heads)]:
-            # Detached: a node of ours in the graph would be missed when a checkpoint recomputes.
+            # Detached: recomputation by a checkpoint would miss a node of ours in the graph.
             key = key.detach()[:, sources]
         self.key: Tensor = key
 
 
 def heads_modules(model: nn.Module) -> list[tuple[str, Heads]]:
-    """The `Heads` of a model, by the attention modules in which they stand.
+    """The `Heads` of a model, named by the attention modules that contain them.
 
-    A module that holds several has a site for each, by its full name.
+    If a module contains several, each is a site under its own full name.
 
     Raises:
-        RecordingError: one stands in several places; whose logits it computes cannot be told.
+        RecordingError: one is in several places, so whose logits it computes is ambiguous.
     """
     found = [
         (name, module)

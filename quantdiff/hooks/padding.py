@@ -1,4 +1,4 @@
-"""What a mask tells of a pass's own tokens: which are padding, and what is packed together."""
+"""What a mask reveals about a pass's own tokens: which are padding, and what is packed together."""
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ PACKED = (
 def padding_in(visible: Visible, column: int) -> Tensor:
     """Which tokens are padding, (B, N) bool.
 
-    Padding is a token that nobody may attend, itself included. Where others that are attended do
-    not attend themselves, as with a mask below the diagonal, the last real token is such a one too:
-    then only what may itself attend nothing counts as padding.
+    Padding is a token that no token may attend, not even itself. If attended tokens do not attend
+    themselves, as with a mask strictly below the diagonal, this also holds for the last real token:
+    then, of such tokens, only those that may attend nothing count as padding.
 
     Args:
         visible: which keys the N tokens may attend.
-        column: of their own keys, the first.
+        column: index of the first of their own keys.
     """
     batch, rows = visible.stop.shape
     attended = torch.zeros(batch, rows, dtype=torch.bool, device=visible.stop.device)
@@ -39,16 +39,16 @@ def padding_in(visible: Visible, column: int) -> Tensor:
 
 
 def check_apart(visible: Visible, positions: Tensor, real: Tensor, column: int) -> None:
-    """Refuse several sequences in one row: the mask keeps them apart where positions start anew.
+    """Refuse several sequences in one row: the mask separates them where positions restart.
 
     Args:
         visible, column: as in `padding_in`.
-        positions: (N), (B or 1, N), or such ones of several axes, whose first is that of the text.
+        positions: (N), (B or 1, N), or (axes, B or 1, N), the first axis being the text's.
         real: (B, N) bool, False at padding.
 
     Raises:
-        RecordingError: a token whose position is not one more than that of the token before it may
-            not attend that one, and both are real.
+        RecordingError: a real token may not attend the real token before it, and its position is
+            not one more than that token's.
     """
     rows = real.shape[1]
     positions = positions[0] if positions.dim() == 3 else positions
@@ -67,7 +67,7 @@ def check_apart(visible: Visible, positions: Tensor, real: Tensor, column: int) 
 
 
 def _own(visible: Visible, first: int, last: int, column: int) -> Tensor:
-    """Which of the N tokens the queries [first, last) may attend by any head, (B, n, N)."""
+    """Which of the N tokens the queries [first, last) may attend in any head, (B, n, N)."""
     columns = torch.arange(column, column + visible.stop.shape[1], device=visible.stop.device)
     start, stop = (x[:, first:last, None] for x in (visible.start, visible.stop))
     seen = (start <= columns) & (columns < stop)

@@ -1,4 +1,4 @@
-"""What is known of the forward pass under way."""
+"""What is known about the current forward pass."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ __all__ = ["Pass"]
 
 
 class _Identity:
-    """Tells whether another tensor is the same view of the same memory, without holding it."""
+    """Recognizes the same view of the same memory, without holding the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._view = self._describe(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it is, unchanged since."""
+        """Whether `tensor` is this view, unchanged since."""
         same = self._storage == StorageWeakRef(tensor.untyped_storage())
         return same and not self._storage.expired() and self._view == self._describe(tensor)
 
@@ -41,16 +41,16 @@ class _Identity:
 
 
 class _Content:
-    """Tells whether another tensor holds the same values, by two sums over all of them.
+    """Recognizes a tensor that holds the same values, by two sums over all of them.
 
-    For what is copied anew for each call, as flash-attn's packed sequences are.
+    For tensors that are copied for each call, such as flash-attn's packed sequences.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._told = self._describe(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it does."""
+        """Whether `tensor` holds the same values."""
         return self._told == self._describe(tensor)
 
     @staticmethod
@@ -61,34 +61,34 @@ class _Content:
 
 
 class Pass:
-    """What is known of the forward pass under way in one thread."""
+    """What is known about the current forward pass of one thread."""
 
     def __init__(self, batch: Batch, layers: Sequence[str]) -> None:
         self.batch = batch
         self.layers = layers
         self.fired: Counter[str] = Counter()
         self.entered: Counter[str] = Counter()  # calls of each attention module
-        self.dispatching = False  # an attention function of transformers is under way
-        self.stack: list[str] = []  # modules under way, the innermost last
-        self.lambdas: dict[str, Tensor] = {}  # of the attention module under way, (B, h, N, 1)
+        self.dispatching = False  # an attention function of transformers is running
+        self.stack: list[str] = []  # running modules, the innermost last
+        self.lambdas: dict[str, Tensor] = {}  # of the running attention module, (B, h, N, 1)
         self.pending: dict[str, list[tuple[str, HeadsOf | None, Logits]]] = {}
-        self.ready_mask = False  # a mask was given, but not the 2-D one that tells the padding
+        self.ready_mask = False  # a mask was given, but not the 2-D one that marks padding
         self.positions: Tensor | None = None  # position_ids as given
-        self.counted = False  # something was counted before any mask told which tokens are real
+        self.counted = False  # something was counted before any mask showed which tokens are real
         # Logits of modules that are measured before they are quantized; see quantization/apart.py.
         self.measuring: set[str] = set()
         self.ends: dict[str, tuple[Tensor, Tensor]] = {}
         self.masks: dict[Any, tuple[Any, Visible, Bias | None]] = {}
         # Heads that the calls of a module have shown; see `show`.
         self.shown: dict[tuple[str, str], tuple[int, list[Tensor]]] = {}
-        # Weakly: held, the queries and keys of all layers would outweigh the activations.
+        # Weak references: if held, queries and keys of all layers would outweigh the activations.
         self._seen: dict[str, tuple[int, list[tuple[Any, Any]]]] = {}
 
     def turn(self, module: str, query: Tensor, key: Tensor, *, copied: bool = False) -> int | None:
-        """How many other attentions a module has computed in this call of it.
+        """Number of other attentions that a module has computed in its current call.
 
         None if it has attended with the same queries and keys already: differential attention does,
-        once for each half of V. Where they are `copied` for each call, their values decide.
+        once for each half of V. If they are `copied` for each call, they are compared by value.
         """
         number, fresh = self.place(module, query, key, copied=copied)
         return number if fresh else None
@@ -96,7 +96,7 @@ class Pass:
     def place(
         self, module: str, query: Tensor, key: Tensor, *, copied: bool = False
     ) -> tuple[int, bool]:
-        """The number of an attention in this call of its module, and whether it is a new one."""
+        """The number of an attention in its module's current call, and whether it is a new one."""
         call = self.entered[module]
         number, pairs = self._seen.get(module, (call, []))
         if number != call:
@@ -110,7 +110,7 @@ class Pass:
         return len(pairs) - 1, True
 
     def forget(self, module: str) -> None:
-        """A call of the module is over; even a weak reference to its tensors would hold memory."""
+        """Forget a finished call of a module; even weak references to its tensors hold memory."""
         self._seen.pop(module, None)
         self.lambdas.pop(module, None)
         for kind in ("keys", "values"):
@@ -128,14 +128,14 @@ class Pass:
         Args:
             call: of an attention function.
             read: reads its mask.
-            cross: the keys are those of something else.
+            cross: whether it is cross-attention.
 
         Raises:
-            RecordingError: the queries are not those of the pass's tokens, or the tokens are of
-                several sequences a row, or padding that is told too late.
+            RecordingError: the queries are not those of the pass's tokens, a row packs several
+                sequences, or padding becomes known too late.
         """
         batch, rows = call.query.shape[0], call.query.shape[2]
-        if self.batch.shape[1] == 0:  # an image, whose tokens are known now
+        if self.batch.shape[1] == 0:  # an image, whose number of tokens is known now
             self.batch.keep(torch.ones(batch, rows, dtype=torch.bool))
         if (batch, rows) != self.batch.shape:
             raise RecordingError(
@@ -144,12 +144,12 @@ class Pass:
                 "leaves tokens out in some layers does not with logits_to_keep=0"
             )
         options = getattr(call, "options", {})
-        # Without a mask of its own for each head, calls of any number of heads see the same.
+        # Unless each head has its own mask, calls with any number of heads see the same.
         mask: Any = call.mask
         per_head = getattr(mask, "ndim", 0) > 2 and mask.shape[-3] > 1
         heads = call.query.shape[1] if per_head else None
-        # It may be filled anew, in place, for the next layer; torch counts that outside of
-        # inference mode alone.
+        # It may be refilled in place for the next layer; torch counts that only outside of
+        # inference mode.
         uncounted = isinstance(mask, Tensor) and mask.is_inference()
         version = mask._version if isinstance(mask, Tensor) and not uncounted else None
         key = (
@@ -167,13 +167,13 @@ class Pass:
                 self._look_at_tokens(visible, call.key.shape[2], masked=call.mask is not None)
             self.counted |= not self.batch.told
             visible = visible.only(self.batch.real.to(visible.stop.device))
-            # Holding the mask keeps its id from being used again.
+            # Holding the mask keeps its id from being reused.
             content = mask.clone() if uncounted else None
             known = self.masks[key] = ((mask, content), visible, bias)
         return known[1], known[2]
 
     def _look_at_tokens(self, visible: Visible, keys: int, *, masked: bool) -> None:
-        """Take padding from a ready mask, where no 2-D one was given; refuse packed sequences."""
+        """Take padding from a ready mask if no 2-D one was given; refuse packed sequences."""
         past, rows = self.batch.past, self.batch.shape[1]
         if keys < rows or self.batch.key_offset(keys):
             return  # not the tokens' own mask, or one that has dropped some of them

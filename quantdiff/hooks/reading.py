@@ -1,4 +1,4 @@
-"""From a call of transformers' dispatch to its logits."""
+"""Reading the logits of a call of transformers' dispatch."""
 
 from quantdiff.hooks.biases import position_bias
 from quantdiff.hooks.dispatch import AttentionCall
@@ -14,11 +14,11 @@ def read_call(call: AttentionCall, now: Pass, *, cross: bool) -> Logits:
 
     Args:
         call: of an attention function.
-        now: the pass under way.
-        cross: the keys are those of something else.
+        now: the current pass.
+        cross: whether it is cross-attention.
 
     Raises:
-        RecordingError: a keyword or a mask that is not known.
+        RecordingError: an unknown keyword or mask.
     """
     check_options(call)
     visible, bias = now.visible(call, lambda: read_mask(call), cross=cross)

@@ -37,9 +37,9 @@ __all__ = ["Recorder", "record"]
 class Recorder:
     """Records a model's attention logits and hidden states while it is entered as a context.
 
-    The model computes exactly what it computes without it; after the context, also when it is left
-    by an exception, nothing of the recorder remains on the model. See `record`; `done` makes what
-    is measured of an attention module when it is done, instead of its maps.
+    The model computes exactly what it computes without it; after the context, even if it is left
+    by an exception, nothing of the recorder remains on the model. See `record`; `done` makes the
+    object that measures attention modules when they are done, instead of `Maps`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Recorder:
             raise UsageError("spans are measured with maps=True")
         self._maps = Maps(self._found, spans) if maps else None
         self._when_done = self._maps if done is None else done(self._found)
-        again = self._sites.cached  # differential attention shows values in calls with known keys
+        again = self._sites.cached  # differential attention repeats keys in calls with other values
         self._bare = BareCalls(model, self._found, self._runs, self._bare_call, again=again)
 
     def __enter__(self) -> Self:
@@ -134,11 +134,11 @@ class Recorder:
 
         Args:
             source: name of the data, for the record.
-            partial: the recording was cut short. A pass that ended in an exception says so by
-                itself, since only some of the layers have seen it.
+            partial: whether the recording was cut short. A pass that ended in an exception makes
+                it partial in any case, since only some of the layers have seen that pass.
 
         Raises:
-            RecordingError: nothing was recorded yet.
+            RecordingError: nothing was recorded yet, or a check found its numbers wrong.
         """
         runs = self._runs
         sites = [name.partition(" ")[0] for name in self._kept.logit_sites]
@@ -220,7 +220,7 @@ class Recorder:
         name = self._found.names[call.module]
         now = self._runs.current(name)
         check_once(name, now.entered[name])
-        # Also of a call that was seen already; the layer itself may have this name.
+        # Counted for repeated calls too; the layer itself may have this name.
         now.fired[f"{name} (attention)"] += 1
         now.dispatching = True
         turn = now.turn(name, call.query, call.key)
@@ -239,13 +239,13 @@ class Recorder:
         call.recorded = logits.scale, logits.visible, logits.softcap, logits.bias
 
     def attended(self, call: dispatch.AttentionCall, output: Any) -> None:
-        """Compare what an eager function returned with what was recorded, once a module."""
+        """Compare what an eager function returned with what was recorded, once per module."""
         name = self._found.names[call.module]
         if not in_backward():
             self._runs.current(name).dispatching = False
         if call.recorded is None or call.implementation != "eager" or name in self._checked:
             return
-        if call.replaced:  # fake quantization checks what it replaces by itself
+        if call.replaced:  # fake quantization itself checks what it replaces
             return
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         if not isinstance(weights, Tensor):
@@ -334,29 +334,29 @@ def record(
             `torch.nn.functional.scaled_dot_product_attention` or flash-attn 2, or holds modules of
             `quantdiff.attention`.
         top_k: how many of the largest magnitudes are kept with their coordinates.
-        detail: `full`, or `extremes` for counts, maxima and minima alone, which is faster.
-        layers: names of the modules whose outputs are the hidden states, in order; found by
-            themselves where a list of like blocks holds the attention.
-        layout: head layout of the model's attention, for one that quantdiff does not know: `none`,
+        detail: `full`, or `extremes` for counts, maxima and minima only, which is faster.
+        layers: names of the modules whose outputs are the hidden states, in order; found
+            automatically if a list of like blocks holds the attention.
+        layout: head layout of the model's attention, if quantdiff does not know it: `none`,
             `halves` or `adjacent_shared`, whose maps come from one attention call over all heads,
             or `adjacent` or `grouped:R`, whose map 1 and map 2 are two calls, in this order.
-        maps: measure the attention maps too (`MAP_DEFINITIONS` says what), which takes several
-            times as long as the logits; no n×n tensor is held.
-        spans: with `maps`, the answer's place in each sequence, by the sequence's number: its first
-            token and the one behind its last, among the real tokens, or None. The mass on it is
-            taken at the last token of each forward pass.
-        sites: what is recorded beside logits and hidden states, with the extremes of its channels:
-            `linear_inputs`, `keys`, `values`; with `hidden_states` theirs too.
+        maps: measure the attention maps too (see `MAP_DEFINITIONS`), which takes several times as
+            long as the logits; no n×n tensor is held.
+        spans: with `maps`, the answer's place in each sequence, by the sequence's number: (first
+            token, last token + 1) among the real tokens, or None. The mass on it is taken at the
+            last token of each forward pass.
+        sites: what to record besides logits and hidden states, with the extremes of each channel:
+            `linear_inputs`, `keys`, `values`; `hidden_states` adds the channels of hidden states.
         compiled: False records in plain torch even where the compiled kernels were built.
 
     Returns:
-        A context; its `profile()` gives what was recorded.
+        A context manager; its `profile()` returns what was recorded.
 
     Raises:
-        UsageError: `detail`, `top_k`, `layout`, or a name of `layers` or `sites`, that is not
-            known.
-        RecordingError: the model, or in a forward pass something it does, cannot be recorded
-            rightly.
+        UsageError: an invalid `detail`, `top_k`, `layout` or `spans`, or an unknown name in
+            `layers` or `sites`.
+        RecordingError: the model, or something it does in a forward pass, cannot be recorded
+            correctly.
     """
     return Recorder(
         model, top_k=top_k, detail=detail, layers=layers, layout=layout, maps=maps, spans=spans,

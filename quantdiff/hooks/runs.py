@@ -27,9 +27,9 @@ class Runs:
 
     Attributes:
         lock: held while passes are counted.
-        sequences: numbers and counts of what has run.
-        interrupted: a pass ended in an exception, so that only some layers have seen it.
-        open: passes under way.
+        sequences: numbers and counts of the sequences that have run.
+        interrupted: whether a pass ended in an exception, so that only some layers have seen it.
+        open: number of passes in progress.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Runs:
         return output
 
     def current(self, name: str) -> Pass:
-        """The pass under way in this thread.
+        """The current pass of this thread.
 
         Raises:
-            RecordingError: there is none; `name` was called by itself.
+            RecordingError: there is none; `name` was called on its own.
         """
         now = self._now()
         if now is None:
@@ -101,7 +101,7 @@ class Runs:
         return now
 
     def watch(self, modules: Iterable[tuple[str, nn.Module]]) -> list[RemovableHandle]:
-        """Tell the pass which of these modules is under way; hooks of others see it first."""
+        """Keep the pass informed which of these modules is running; earlier hooks run first."""
         handles = []
         for name, module in modules:
             handles.append(module.register_forward_pre_hook(self._entering(name)))
@@ -144,7 +144,7 @@ class Runs:
         return self.sequences.begin(tokens.shape[0], length, padding_of(given), cache_of(given))
 
     def _learn(self, now: Pass, given: dict[str, Any]) -> None:
-        """Take from an inner decoder's arguments what the outermost call did not tell."""
+        """Take from an inner decoder's arguments what the outermost call did not provide."""
         mask, cache = padding_of(given), cache_of(given)
         if now.positions is None:
             now.positions = positions_of(given)

@@ -1,6 +1,6 @@
 """The hook for models outside of transformers' dispatch: torch's scaled_dot_product_attention.
 
-A function mode that is active within the recorded model's forward alone sees every call of
+A function mode that is active only within the recorded model's forward sees every call of
 `torch.nn.functional.scaled_dot_product_attention`; no code is copied or replaced.
 """
 
@@ -17,7 +17,7 @@ from quantdiff.errors import RecordingError
 
 __all__ = ["SdpaCall", "SdpaMode"]
 
-# What calls attention kernels by itself, past any function mode.
+# Functions that call attention kernels directly, past any function mode.
 _HIDDEN = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
@@ -31,7 +31,7 @@ class SdpaCall:
 
     Attributes:
         query: (B, H, N, D).
-        key: (B, G, M, D), also where one stands for all sequences.
+        key: (B, G, M, D), expanded if all sequences share one.
         mask: as given, broadcastable to (B, H, N, M), or None.
         value: (B, G', M, w) likewise, or (B, M, w) where it was given without heads.
         is_causal, scale, dropout: as given.
@@ -99,6 +99,6 @@ class SdpaMode(TorchFunctionMode):
             computed = self._observe(SdpaCall(args, kwargs))
             if computed is not None:
                 if any(type(mode) is SdpaMode for mode in _get_current_function_mode_stack()):
-                    func(*args, **kwargs)  # for those who look on from further out
+                    func(*args, **kwargs)  # so that outer modes see the call
                 return computed
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which sequences a forward pass holds, where its tokens stand in them, and which are padding."""
+"""Which sequences a forward pass holds, where its tokens are in them, and which are padding."""
 
 import weakref
 from typing import Any
@@ -20,7 +20,7 @@ class Batch:
         first: number of the first sequence; row b of the batch is sequence first + b.
         past: tokens already in the cache, padding included.
         kept: (B, past + N) bool, False at padding.
-        told: whether the model was told which tokens are padding, by a 2-D mask.
+        told: whether a mask has shown which tokens are padding: a 2-D one or a ready one.
         positions: (B, past + N), place of each token among its sequence's real tokens.
     """
 
@@ -31,7 +31,7 @@ class Batch:
         self.keep(kept)
 
     def keep(self, kept: Tensor) -> None:
-        """Say anew which tokens are real."""
+        """Set which tokens are real."""
         self.kept = kept
         self.positions: NDArray[np.int64] = (kept.long().cumsum(1) - 1).clamp(min=0).cpu().numpy()
 
@@ -46,12 +46,12 @@ class Batch:
         return self.kept.shape[0], self.kept.shape[1] - self.past
 
     def key_offset(self, keys: int) -> int:
-        """Absolute place of the first of `keys` cached keys: a sliding cache has dropped some."""
+        """Absolute position of the first of `keys` cached keys; a sliding cache drops some."""
         return max(0, self.kept.shape[1] - keys)
 
 
 class Sequences:
-    """Numbers sequences over forward passes; a pass that goes on with a cache keeps its numbers."""
+    """Numbers sequences across forward passes; a pass that continues a cache keeps its numbers."""
 
     def __init__(self) -> None:
         self.sequences = 0
@@ -74,7 +74,7 @@ class Sequences:
             batch, length: B and N.
             mask: (B, past + N), 0 at padding, or None.
             cache: the key-value cache that the pass was given, or None.
-            first: the number of the first sequence, where it is known already.
+            first: the number of the first sequence, if it is known already.
         """
         past = int(cache.get_seq_length()) if cache is not None else 0
         known, before = self._known(cache) if past else (None, None)

@@ -1,4 +1,4 @@
-"""Keys and values as attention calls show them: which are new, and which head each of them is."""
+"""Keys and values as attention calls show them: which are new, and which head each belongs to."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ __all__ = ["Shown", "distinct_heads", "show"]
 class Shown:
     """The heads of a call's keys or values among those of their module.
 
-    A module's heads are numbered as its calls show them in a forward pass, each once: one that is
-    repeated for several query heads, or shown to a second map, has one number.
+    A module's heads are numbered in the order its calls show them in a forward pass, each once: one
+    that is repeated for several query heads, or shown again to a second map, has one number.
 
     Attributes:
-        numbers: of the heads of the call.
-        fresh: (B, g, N, D), the pass's own tokens of the heads that the module's calls had not
-            shown before, whose numbers begin at `first`; None where there are none.
+        numbers: numbers of the call's heads.
+        fresh: (B, g, N, D), the pass's own tokens in the heads that no earlier call of the module
+            has shown, numbered from `first`; None if there are none.
         first: see `fresh`.
     """
 
@@ -32,13 +32,13 @@ class Shown:
 
 
 def show(now: Pass, module: str, kind: str, x: Tensor) -> Shown:
-    """Where the keys or values of a call stand.
+    """Find the heads of a call's keys or values among those of their module.
 
     Args:
-        now: the pass under way, which `Runs.watch` tells when the module is done.
+        now: the current pass, which `Runs.watch` informs when the module is done.
         module: name of the attention module.
         kind: `keys` or `values`.
-        x: (B, G, M, D), those of earlier passes included.
+        x: (B, G, M, D), including those of earlier passes.
 
     Raises:
         RecordingError: there are fewer than the pass has tokens.
@@ -60,7 +60,7 @@ def show(now: Pass, module: str, kind: str, x: Tensor) -> Shown:
 
 def _own_tokens(x: Tensor, batch: Batch, module: str) -> Tensor:
     rows = batch.shape[1]
-    # A cache of a fixed size has room behind the tokens, a sliding one has dropped some.
+    # A cache of fixed size has room after the tokens; a sliding one has dropped some.
     start = batch.past - batch.key_offset(x.shape[2])
     if start < 0 or start + rows > x.shape[2]:
         raise RecordingError(
@@ -71,9 +71,10 @@ def _own_tokens(x: Tensor, batch: Batch, module: str) -> Tensor:
 
 
 def distinct_heads(x: Tensor) -> tuple[list[int], slice]:
-    """Which of the different heads each head of x (B, G, N, D) is, and where these stand first.
+    """Which of the distinct heads each head of x (B, G, N, D) is, and where these first occur.
 
-    Heads are repeated all alike, one by one or as a whole; that two happen to be equal is none.
+    Heads count as repeated only if all are, equally often, one by one or as a whole; two that
+    merely happen to be equal are distinct.
     """
     heads = x.shape[1]
     sample = x[:1, :, :1].cpu()

@@ -30,8 +30,8 @@ class Sites:
 
     Args:
         found: the modules of the model.
-        wanted: which.
-        lock: held while a site is added to.
+        wanted: which of them.
+        lock: held while adding to a site.
         full, rank, compiled: as in `Kept`.
 
     Raises:
@@ -52,7 +52,7 @@ class Sites:
         self._full, self._rank = full, rank
         self._wanted = [site for site in SITES if site in wanted]
         self._linears: dict[str, tuple[int, nn.Module, SiteStatistics]] = {}
-        # By kind, module and the first of the heads that a call shows.
+        # By kind, module and the number of the first head that a call shows.
         self._shown: dict[tuple[str, str, int], SiteStatistics] = {}
         if "linear_inputs" in self._wanted:
             seen = hooked(found, linear_modules(found), "recorded")
@@ -70,7 +70,7 @@ class Sites:
         return "keys" in self._wanted or "values" in self._wanted
 
     def watch(self, current: Callable[[str], Pass]) -> list[RemovableHandle]:
-        """Hooks on the linear modules, before those that change their inputs."""
+        """Hook the linear modules, ahead of hooks that change their inputs."""
         handles = []
         for name, (_, module, _) in self._linears.items():
             hook = self._hook(name, current)
@@ -78,13 +78,13 @@ class Sites:
         return handles
 
     def attention(self, now: Pass, module: str, key: Tensor, value: Tensor, *, cross: bool) -> None:
-        """Add what one attention call shows and no call of the module has shown yet.
+        """Add what one attention call shows that no earlier call of the module has shown.
 
         Args:
             now: the pass.
             module: name of the attention module.
             key: (B, G, M, D); value: (B, G', M, w).
-            cross: they are those of something else.
+            cross: whether it is cross-attention.
 
         Raises:
             RecordingError: cross-attention, or NaN or infinity.
@@ -102,7 +102,7 @@ class Sites:
                 self._add_heads(kind, module, shown.first, shown.fresh, now.batch)
 
     def recorded(self) -> dict[str, Values]:
-        """What was seen, by kind; a site a module, in the order of the layers."""
+        """What was seen, by kind; one site per module, in the order of the layers."""
         found: dict[str, Values] = {}
         for kind in self._wanted:
             if kind == "linear_inputs":
@@ -142,7 +142,7 @@ class Sites:
             if in_backward() or is_unseen():
                 return
             now = current(name)
-            # Several inputs within the layer are all its own; what comes later is another layer's.
+            # All inputs until the layer ends are its own; later ones belong to another layer.
             check_once(name, 1 + now.fired[layer])
             given = args[0] if args else next(iter(kwargs.values()))  # input, or x
             rows = input_rows(name, given, now, self._found)

@@ -1,4 +1,4 @@
-"""Computations that no recording is to see: a module is computed once more to measure it."""
+"""Computations that no recording should see: a module is computed once more to measure it."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def is_unseen() -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """What is computed within, in this thread, is left out of recordings by their hooks."""
+    """Have the hooks of recordings leave out what is computed within, in this thread."""
     _local.depth = getattr(_local, "depth", 0) + 1
     try:
         yield

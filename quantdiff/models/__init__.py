@@ -1,6 +1,6 @@
-"""What can be opened: loading by name, what a loaded model says about itself, conversion.
+"""Models: loading by name, description of a loaded model, conversion.
 
-The names are fetched on first use, so that importing this package does not import transformers.
+The names are imported on first use, so that importing this package does not import transformers.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit modules: computed on a CPU with the weights as they are stored."""
+"""bitsandbytes' 4-bit modules, computed on a CPU with the weights as stored."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ __all__ = ["StoredLinear4bit", "compute_as_stored", "unpacked"]
 
 
 class StoredLinear4bit(Linear4bit):
-    """A `Linear4bit` that gives the same on every CPU.
+    """A `Linear4bit` that gives the same result on every CPU.
 
-    bitsandbytes 0.50 does not. With AVX-512 it takes the scales of other blocks wherever rows are
-    no multiple of a block (64 weights), so that a feed-forward part 688 wide is noise. With
-    AVX512-BF16 it rearranges the weights in the first pass without gradients, rounds scales and
-    inputs to bf16 whatever the dtype of the model, and fails on widths other than multiples of 64
-    inputs and 32 outputs.
+    bitsandbytes 0.50 does not. With AVX-512 it uses the scales of the wrong blocks wherever the row
+    length is not a multiple of the block (64 weights), so that a feed-forward layer of width 688
+    returns noise. With AVX512-BF16 it rearranges the weights in the first pass without gradients,
+    rounds scales and inputs to bf16 whatever the model's dtype, and fails unless the inputs are a
+    multiple of 64 and the outputs of 32.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class StoredLinear4bit(Linear4bit):
 
 
 class _Product(torch.autograd.Function):
-    """x·Wᵀ + b; the unpacked W is made anew for the gradient, and not kept until then."""
+    """x·Wᵀ + b; W is unpacked again for the gradient, rather than kept until then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
@@ -71,7 +71,7 @@ def unpacked(weight: Any, dtype: torch.dtype) -> Tensor:
     scales = state.absmax
     if state.nested:
         scales = dequantize_blockwise(scales, state.state2) + state.offset
-    # As one row: blocks are counted over all weights, which the kernels for AVX-512 do row by row.
+    # As one row: blocks are counted over all weights, but the AVX-512 kernels count them per row.
     values: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
         weight.data, scales.float(), state.blocksize, state.quant_type,
         [state.shape.numel()], dtype,
@@ -80,7 +80,7 @@ def unpacked(weight: Any, dtype: torch.dtype) -> Tensor:
 
 
 def compute_as_stored(model: nn.Module) -> None:
-    """Make the 4-bit modules of a model that has computed nothing yet `StoredLinear4bit`."""
+    """Turn a model's 4-bit modules into `StoredLinear4bit`, before its first forward pass."""
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.__class__ = StoredLinear4bit

@@ -15,14 +15,14 @@ GGUF_MAGIC = b"GGUF"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, one GGUF file in a folder, or a repository of the hub at one commit."""
+    """A folder, one GGUF file in a folder, or a repository of the hub at one revision."""
 
     name: str  # as the user wrote it, for messages and records
     location: str  # the folder, or the hub id
     files: tuple[str, ...]  # names at the top of the folder or repository, sorted
     gguf: str | None = None  # name of the GGUF file inside the folder
-    on_disk: bool = True  # whether the files can be looked into without a download
-    revision: str | None = None  # as asked for; on the hub only, None is its default branch
+    on_disk: bool = True  # whether the files can be read without a download
+    revision: str | None = None  # as requested; for the hub only, None is the default branch
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def checkpoint_on_disk(name: str, path: Path) -> Checkpoint:
     """The checkpoint at a path: a folder or a `.gguf` file.
 
     Raises:
-        UsageError: there is nothing, or it is a file of another kind.
+        UsageError: nothing is there, or a file of another kind.
     """
     if path.is_dir():
         return Checkpoint(name, str(path), _listing(path))

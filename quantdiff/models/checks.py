@@ -30,10 +30,10 @@ __all__ = [
 ]
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Pickles that a trainer leaves beside the weights and that hold none.
+# Pickles that a trainer leaves next to the weights and that hold no weights.
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 
-# Buffers that old checkpoints still carry and that models compute by themselves now; transformers
+# Buffers that old checkpoints still hold and that models now compute themselves; transformers
 # knows most of them, per class.
 BUFFERS = (".masked_bias", ".inv_freq")
 
@@ -46,7 +46,7 @@ LIBRARY_ERRORS = (
     KeyError,
     SafetensorError,
     StrictDataclassError,  # a config entry of the wrong type
-    IndexError,  # a truncated GGUF header, as is
+    IndexError,  # a truncated GGUF header, like the next
     struct.error,
 )
 
@@ -82,7 +82,7 @@ def check_architecture(name: str, settings: dict[str, Any], trust_remote_code: b
     """
     family = settings.get("model_type")
     if family in CONFIG_MAPPING and CONFIG_MAPPING[family] in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return  # transformers' own code is used, also where the checkpoint brings some
+        return  # transformers' own code is used, even where the checkpoint brings some
     if settings.get("auto_map"):
         if trust_remote_code:
             return
@@ -101,11 +101,11 @@ def check_architecture(name: str, settings: dict[str, Any], trust_remote_code: b
 def check_causal(name: str, config: Any) -> None:
     """Refuse everything but a causal language model.
 
-    Loading would succeed for some others: transformers makes a left-to-right model with a random
-    head of a BERT, say, with no more than a warning.
+    Loading would succeed for some others: transformers turns a BERT, say, into a left-to-right
+    model with a random head, with no more than a warning.
 
     Raises:
-        UsageError: another kind of model; the message says which.
+        UsageError: another kind of model; the message names it.
     """
     classes: list[str] = config.architectures or []
     what = f"{name!r} is a {' / '.join(classes) or 'model'} ({config.model_type})"
@@ -119,7 +119,7 @@ def check_causal(name: str, config: Any) -> None:
     decodes = getattr(config, "is_decoder", False) or getattr(config, "causal", False)
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes:
         raise UsageError(f"{what}, an encoder that attends in both directions: {remedy}")
-    # A bare base model is let through: with tied embeddings it is complete, and without them the
+    # A bare base model is accepted: with tied embeddings it is complete, and without them the
     # missing head is reported when the weights are read.
     good = {MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__}
     if type(config) in MODEL_MAPPING:

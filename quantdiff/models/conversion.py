@@ -1,12 +1,12 @@
-"""Weights of the official DIFF code to transformers models and back.
+"""Conversion of the official DIFF code's weights to transformers models and back.
 
-Official attention modules lie in a decoder with Llama's names around them. From V1's to those of
-DiffLlama, heads of map 1 go before those of map 2, channel pairs of the rotary embedding go from
-neighbours to halves, and the sub-layer norm's weight, which DiffLlama lacks, is folded into the
-output projection. From V2's to DiffV2's only the channel pairs move.
+Official attention modules are part of a decoder with Llama's names. From V1 to DiffLlama, heads of
+map 1 move before those of map 2, channel pairs of the rotary embedding change from neighbours to
+halves, and the sub-layer norm's weight, which DiffLlama lacks, is folded into the output
+projection. From V2 to DiffV2, only the channel pairs move.
 
-Official V2 and DiffV2 weights have the same names and shapes: which of them a file holds is for the
-caller to know, and converting twice scrambles it.
+Official V2 and DiffV2 weights have the same names and shapes: the caller must know which of them a
+file holds, and converting twice scrambles it.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ State = dict[str, Tensor]
 
 VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")  # of V1's λ
 _QKV = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-# Old checkpoints carry the frequencies of the rotary embedding, which are no parameters.
+# Old checkpoints hold the frequencies of the rotary embedding, which are not parameters.
 _BUFFER = ".inv_freq"
 
 
@@ -58,11 +58,11 @@ class Conversion:
 
     Attributes:
         source, target: names of the kinds.
-        marker: a parameter of every attention module of the source, by which they are found.
-        names: what else such a module has.
+        marker: a parameter of every attention module of the source, used to find them.
+        names: the other parameters of such a module.
         heads: the counts, read from the module's shapes.
         attention: converts the parameters of one module.
-        lossy: what cannot be undone, for the model card; empty where everything can.
+        lossy: what cannot be undone, for the model card; empty if everything can.
     """
 
     source: str
@@ -129,7 +129,7 @@ def _v2_heads(state: State) -> Heads:
 def _v1_to_diffllama(state: State, heads: Heads) -> State:
     moved = _move(state, heads, to="half", order=_first_then_second)
     weight, norm = moved.pop("out_proj.weight"), moved.pop("subln.weight")
-    # Each head's output of 2d channels is scaled just before the projection. In fp64, where the
+    # Each head's output of 2d channels is scaled just before the projection. In fp64 the
     # product of any two narrower floats is exact, so that it is rounded once.
     folded = weight.double() * norm.double().repeat(heads.query // 2)
     moved["o_proj.weight"] = folded.to(weight.dtype)
@@ -180,7 +180,7 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 
 
 def attention_prefixes(state: Mapping[str, Any], marker: str) -> list[str]:
-    """Where the attention modules of a state dict stand: what comes before `marker`."""
+    """Prefixes of the attention modules in a state dict: what comes before `marker`."""
     return [name.removesuffix(marker) for name in state if name.endswith(marker)]
 
 
@@ -201,11 +201,11 @@ def attention_heads(state: Mapping[str, Tensor], conversion: Conversion) -> dict
     """The attention modules in a state dict of the conversion's source.
 
     Returns:
-        What their parameters' names begin with → their head counts, read from the shapes.
+        Prefix of their parameters' names → their head counts, read from the shapes.
 
     Raises:
-        UsageError: there is none, one lacks a parameter or has another one, or shapes do not
-            belong together.
+        UsageError: there is none, one lacks a parameter or has an unknown one, or shapes do not
+            fit together.
     """
     prefixes = attention_prefixes(state, conversion.marker)
     if not prefixes:
@@ -237,7 +237,7 @@ def attention_heads(state: Mapping[str, Tensor], conversion: Conversion) -> dict
 
 
 def convert_state(state: Mapping[str, Tensor], source: str, target: str) -> State:
-    """Convert the attention modules in a state dict; everything else stays as it is.
+    """Convert the attention modules in a state dict; everything else stays unchanged.
 
     Args:
         state: of one attention module, or of a whole model; not changed.
@@ -270,7 +270,7 @@ def _own(state: Mapping[str, Tensor], prefix: str) -> State:
 
 
 def _check(state: State, heads: Heads, prefix: str) -> None:
-    """Refuse shapes that do not belong together, which a reshape might take without a word."""
+    """Refuse shapes that do not fit together, which a reshape might silently accept."""
     width = heads.width
     shapes = {
         "q_proj.weight": (heads.query * width, None),

@@ -1,4 +1,4 @@
-"""A folder of official DIFF weights to a transformers model and back."""
+"""Conversion of a folder of official DIFF weights to a transformers model and back."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,29 +64,29 @@ def convert_folder(
 ) -> Converted:
     """Convert a folder of weights, and compare the result with the source before it is kept.
 
-    Official weights lie in a decoder with Llama's names around the official attention modules
-    (`model.layers.0.self_attn.q_proj.weight`, …), beside a `config.json` with Llama's entries. Head
-    counts are read from the weights. Tokenizer, generation config, chat template and licence go
-    along; a model card is written.
+    Official weights are those of a decoder with Llama's names and the official attention modules
+    (`model.layers.0.self_attn.q_proj.weight`, …), next to a `config.json` with Llama's entries.
+    Head counts are read from the weights. Tokenizer, generation config, chat template and licence
+    are copied; a model card is written.
 
     Args:
         source: a folder with `config.json` and safetensors.
         out: the folder to write; new or empty.
         to: `diffllama` or `official-v1`, `diff_v2` or `official-v2`.
         from_: the kind of the source. It may be left out where the weights' names (V1) or
-            `model_type` in `config.json` tell it.
-        depth_offset: what the training added to a layer's index for V1's λ_init; 0, unless
-            `lambda_init_depth_offset` in `config.json` says otherwise.
+            `model_type` in `config.json` determine it.
+        depth_offset: what training added to a layer's index for V1's λ_init; by default
+            `lambda_init_depth_offset` in `config.json`, or 0.
         overwrite: replace the model that is in `out`.
-        command: that made it, for the card.
+        command: the command line, for the card.
         report: called with the name of each step.
 
     Returns:
         A summary.
 
     Raises:
-        UsageError: nothing can be read or written, the kinds do not fit, the target cannot
-            represent the model, or the result is not the source; nothing is left then.
+        UsageError: a file cannot be read or written, the kinds do not fit, the target cannot
+            represent the model, or the result is not the source; nothing is left behind.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     step = report or _silent
@@ -107,7 +107,7 @@ def convert_folder(
             source, state, settings, conversion, (layers, heads), depth_offset
         )
         step("writing")
-        # safetensors' own errors too: it meets a full disk with one of them.
+        # safetensors' own errors too: it raises one of them on a full disk.
         with library_errors(f"{out} cannot be written"):
             if _official(conversion.target):
                 write_weights(converted, stage)
@@ -180,14 +180,14 @@ def _silent(step: str) -> None:
 
 
 def _check_out(source: Path, out: Path, overwrite: bool) -> None:
-    """Refuse a folder whose files are not a conversion's to replace."""
+    """Refuse a folder whose files a conversion must not replace."""
     if out.resolve() == source.resolve():
         raise UsageError(f"{out} is the source itself; choose another --out")
     if not out.is_dir() or all(path.name.startswith(".staged-") for path in out.iterdir()):
         return  # new, or what a killed run left behind
     if not overwrite:
         raise UsageError(f"{out} exists and is not empty; choose another --out or pass --overwrite")
-    # One that was killed while its files were moved one by one has it here or still in the stage.
+    # A run killed while its files were moved one by one has it here or still in the stage.
     if not any((folder / "config.json").is_file() for folder in (out, *out.glob(".staged-*"))):
         raise UsageError(
             f"{out} holds files but no model that could be replaced (no config.json); choose "
@@ -196,7 +196,7 @@ def _check_out(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def _uniform(modules: Mapping[str, Heads]) -> tuple[int, Heads]:
-    """Number of layers and the head counts, which are those of every layer."""
+    """Number of layers and the head counts, which must be the same in every layer."""
     for layer in range(len(modules)):
         if attention_prefix(layer) not in modules:
             raise UsageError(
@@ -223,7 +223,7 @@ def _model(source: Path, settings: Mapping[str, Any], kind: str) -> Any:
 
 
 def _untied(state: State, model: Any) -> State:
-    """Without the copy of the embedding that some checkpoints with tied weights hold."""
+    """The state without the copy of the embedding that some checkpoints with tied weights hold."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if not model.config.tie_word_embeddings or head not in state or embedding not in state:
         return state

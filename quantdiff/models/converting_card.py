@@ -1,4 +1,4 @@
-"""What was converted into what: a summary, and the model card that tells it."""
+"""What was converted into what: a summary, and the model card made from it."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ USE = {
     "the decoder has Llama's names.",
 }
 
-# What a conversion rests on and cannot see.
+# What a conversion assumes and cannot check.
 ASSUMED = {
     ("official-v1", "diffllama"): "λ_init was taken to be 0.8 − 0.6·exp(−0.3·layer), layers "
     "counted from 0, as in the official code and in DiffLlama.",
@@ -49,11 +49,11 @@ class Converted:
     Attributes:
         source, out: the folders.
         kinds: of the source and of the target.
-        layers, query_heads, kv_heads, head_dim: of the attention, all query heads counted.
-        parameters: how many, tied ones once.
+        layers, query_heads, kv_heads, head_dim: of the attention, counting all query heads.
+        parameters: their number, tied ones counted once.
         dtypes: of the parameters, for example `("bfloat16",)`; each keeps its own.
         check: how the two were compared.
-        lossy: what cannot be undone, or nothing.
+        lossy: what cannot be undone, or empty.
         source_card: whether the source has a model card, which is kept beside the new one.
     """
 
@@ -72,22 +72,22 @@ class Converted:
 
     @property
     def name(self) -> str:
-        """Of the folder, for titles."""
+        """Name of the folder, for titles."""
         return Path(self.out).resolve().name
 
     def to_json(self) -> dict[str, Any]:
-        """Itself as JSON, with the kinds as `from` and `to`, and the versions."""
+        """The summary as JSON, with the kinds as `from` and `to`, and the versions."""
         found = asdict(self)
         source, target = found.pop("kinds")
         return {"from": source, "to": target} | found | {"versions": versions()}
 
 
 def card(converted: Converted, command: str) -> str:
-    """Markdown: what was converted from what, what is exact and what is not.
+    """The model card in Markdown: what was converted, what is exact and what is not.
 
     Args:
         converted: the summary.
-        command: that made it, or nothing.
+        command: the command line, or empty.
     """
     source, target = converted.kinds
     dtypes = " and ".join(converted.dtypes)

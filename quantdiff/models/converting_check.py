@@ -1,4 +1,4 @@
-"""Whether a conversion is right: attention of both kinds computed and compared."""
+"""Checks of a conversion: attention of both kinds is computed and compared."""
 
 import copy
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ __all__ = [
     "reloaded",
 ]
 
-# Largest difference in fp64, relative to the outputs' root mean square; what is right stays below
-# 1e-13 or so, a head or a channel in the wrong place is at 1e-1.
+# Largest difference in fp64, relative to the outputs' root mean square; a correct conversion stays
+# below 1e-13 or so, a head or channel in the wrong place gives 1e-1.
 TOLERANCE = 1e-10
 
 TOKENS = 16  # of the random hidden states, in each of two sequences
@@ -59,7 +59,7 @@ def official_module(
 
     Args:
         kind: `official-v1` or `official-v2`.
-        config: of the transformers model, whose `rms_norm_eps` is V1's sub-layer norm's too.
+        config: of the transformers model; V1's sub-layer norm has its `rms_norm_eps` too.
         heads: of the layer.
         layer: its index, which sets V1's λ_init.
     """
@@ -85,9 +85,9 @@ def check_attention(
     """Compare the attention of the first, a middle and the last layer on random hidden states.
 
     The official kind is computed by quantdiff's modules, the other one by transformers' layers.
-    V1's λ is compared by its four vectors, which both kinds share and keep: DiffLlama takes its
-    exponentials in fp32 whatever its dtype, and outputs could agree to seven digits only. So the
-    outputs are those of λ = λ_init.
+    V1's λ is compared by its four vectors, which both kinds share and keep: DiffLlama takes the
+    exponentials in fp32 whatever its dtype, so outputs could agree to seven digits only. The
+    outputs are therefore computed with λ = λ_init.
 
     Args:
         source: parameters of a whole model.
@@ -98,7 +98,7 @@ def check_attention(
 
     Raises:
         UsageError: the outputs or λ's vectors differ, a stored parameter is not the converted one
-            rounded to its dtype, or the source holds NaN; the message names the layer.
+            rounded to its dtype, or the source is not finite; the message names the layer.
     """
     depth = model.config.num_hidden_layers
     layers = tuple(sorted({0, depth // 2, depth - 1}))
@@ -136,10 +136,10 @@ def check_attention(
 
 
 def attention_as_stored(folder: Path, converted: State) -> State:
-    """Read the written files, compare every bit, and give what the attention modules have.
+    """Read the written files, compare every bit, and return the attention modules' parameters.
 
     Raises:
-        UsageError: a parameter is missing or another one.
+        UsageError: a parameter is missing or differs.
     """
     kept, seen = {}, set()
     for name, value in tensors(folder):
@@ -154,10 +154,10 @@ def attention_as_stored(folder: Path, converted: State) -> State:
 
 
 def reloaded(folder: Path, converted: State) -> Any:
-    """The written model as transformers opens it, compared with what was written.
+    """Open the written model with transformers, and compare it with what was written.
 
     Raises:
-        UsageError: it cannot be opened, or a parameter is another one.
+        UsageError: it cannot be opened, or a parameter differs.
     """
     with library_errors("the converted model cannot be loaded"):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -185,13 +185,13 @@ def _own(state: Mapping[str, Tensor], prefix: str, *, keep_dtype: bool = False) 
 
 
 def _without_vectors(state: State) -> State:
-    """With both of λ's exponentials at 1, which fp32 holds exactly."""
+    """The state with both of λ's exponentials at 1, which fp32 represents exactly."""
     zeroed = {n: torch.zeros_like(state[n]) for n in ("lambda_q1", "lambda_q2") if n in state}
     return state | zeroed
 
 
 def _outputs(kind: str, state: State, heads: Heads, model: Any, layer: int) -> Tensor:
-    """(2, N, C) in fp64, of hidden states that are the same for every kind."""
+    """Outputs (2, N, C) in fp64, from hidden states that are the same for every kind."""
     config = model.config
     generator = torch.Generator().manual_seed(layer)
     x = torch.randn(2, TOKENS, config.hidden_size, generator=generator, dtype=torch.float64)
@@ -211,7 +211,7 @@ def _outputs(kind: str, state: State, heads: Heads, model: Any, layer: int) -> T
 
 
 def _fp64(module: Any) -> Any:
-    """The module on the CPU in fp64, its parameters to be loaded."""
+    """The module on the CPU in fp64, its parameters yet to be loaded."""
     return module.double().to_empty(device="cpu").eval()
 
 

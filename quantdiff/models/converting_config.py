@@ -1,4 +1,4 @@
-"""What `config.json` says before and after a conversion, held against the weights."""
+"""`config.json` before and after a conversion, checked against the weights."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -21,15 +21,15 @@ __all__ = [
 
 KINDS = tuple(dict.fromkeys(source for source, _ in CONVERSIONS))
 
-# Entries of an official folder that no transformers config has: the arguments of the modules, and
-# what is not a number of heads but changes the mathematics.
+# Entries of an official folder that no transformers config has: the modules' head counts, and
+# other settings that change the mathematics.
 NUM_HEADS, NUM_KV_HEADS = "num_heads", "num_kv_heads"
 SUBLN_EPS, DEPTH_OFFSET = "subln_eps", "lambda_init_depth_offset"
 
 # Entries that depend on whose code opens the folder.
 OWNERS = ("model_type", "architectures", "auto_map", "transformers_version", "_name_or_path")
 
-# What an official folder says even where the model that it comes from left it to a default.
+# Entries written to an official folder even where the source model left them to a default.
 SAID = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "hidden_act",
     "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id",
@@ -38,24 +38,24 @@ SAID = (
 
 
 def attention_prefix(layer: int) -> str:
-    """What the names of a layer's attention parameters begin with, by Llama's names."""
+    """Prefix of the names of a layer's attention parameters, in Llama's naming."""
     return f"model.layers.{layer}.self_attn."
 
 
 def find_kind(names: Collection[str], settings: Mapping[str, Any], told: str | None) -> str:
     """Which kind of weights a folder holds.
 
-    V1's two kinds have parameters of other names. V2's two have the same, so that only what the
-    user or `config.json` says can tell them apart.
+    V1's two kinds have different parameter names. V2's two have the same, so that only the user or
+    `config.json` can tell them apart.
 
     Args:
         names: of the parameters.
         settings: `config.json`.
-        told: by the user, or None.
+        told: the kind given by the user, or None.
 
     Raises:
-        UsageError: an unknown kind, no differential attention, a kind that cannot be told, or one
-            that the names or `config.json` contradict.
+        UsageError: an unknown kind, no differential attention, a kind that cannot be determined,
+            or one that the names or `config.json` contradict.
     """
     if told is not None and told not in KINDS:
         raise UsageError(f"the kind {told!r} is unknown; known: {', '.join(KINDS)}")
@@ -106,11 +106,11 @@ def transformers_settings(
         layers: how many.
         heads: of every layer.
         kind: `official-v1` or `official-v2`.
-        depth_offset: what the training added to a layer's index for λ_init, if the user says so.
+        depth_offset: what training added to a layer's index for λ_init, if the user gives it.
 
     Raises:
-        UsageError: `config.json` contradicts the weights, leaves out what they cannot tell, or
-            says something that the target cannot represent.
+        UsageError: `config.json` contradicts the weights, lacks what they do not determine, or
+            sets something that the target cannot represent.
     """
     measured = {"num_hidden_layers": layers, "head_dim": heads.width}
     for entry, name, axis in (
@@ -159,14 +159,14 @@ def transformers_settings(
 def official_settings(
     settings: Mapping[str, Any], config: Any, heads: Heads, kind: str, depth_offset: int | None
 ) -> dict[str, Any]:
-    """What `config.json` says beside official weights: enough to come back.
+    """The entries of `config.json` next to official weights: enough to convert back.
 
     Args:
         settings: `config.json` of the transformers model.
         config: the same, with transformers' defaults.
         heads: of every layer.
         kind: `official-v1` or `official-v2`.
-        depth_offset: as the user says; transformers models have none.
+        depth_offset: as given by the user; transformers models have none.
 
     Raises:
         UsageError: the official modules cannot represent the model.
@@ -198,7 +198,7 @@ def official_counts(heads: Heads, kind: str) -> tuple[int, int]:
 
 
 def _check_counts(settings: Mapping[str, Any], heads: Heads, kind: str) -> None:
-    """Llama's entries may count as the official code does, or as transformers."""
+    """Check head counts; Llama's entries may count as the official code or transformers does."""
     official = official_counts(heads, kind)
     for entries, allowed in (
         ((NUM_HEADS, NUM_KV_HEADS), [official]),

@@ -1,4 +1,4 @@
-"""The files of a model folder that is converted: weights, config, tokenizer, model card."""
+"""The files of a converted model folder: weights, config, tokenizer, model card."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ __all__ = [
     "write_weights",
 ]
 
-# What makes a model usable beside its config and weights. Code is not among it: that of the source
+# Files that make a model usable, besides config and weights. Code is not among them: the source's
 # is the code of another kind of model.
 TOKENIZER = (
     "tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "spiece.*", "tekken.json",
@@ -41,7 +41,7 @@ CARD, KEPT_CARD = "README.md", "README.source.md"
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# All that a conversion may write, which a later one with overwrite=True takes away first.
+# All files that a conversion may write, which a later one with overwrite=True removes first.
 OWNED = (*COMPANIONS, CARD, KEPT_CARD, "*.safetensors", INDEX, "*_diff_v2.py")
 
 
@@ -49,7 +49,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The entries of `config.json`.
 
     Raises:
-        UsageError: there is none, it is no JSON object, or the weights are quantized.
+        UsageError: there is none, it is not a JSON object, or the weights are quantized.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -72,7 +72,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def find_weights(folder: Path) -> tuple[list[Path], set[str]]:
-    """The safetensors files of a folder, and the parameters that an index says they hold.
+    """The safetensors files of a folder, and the parameters that an index lists.
 
     Raises:
         UsageError: there are none, only pickles, or several without an index.
@@ -114,7 +114,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises:
         UsageError: a file is missing or damaged, or lacks what the index lists, or a parameter is
-            no floating-point tensor; and what `find_weights` raises.
+            not a float of at least 16 bits; and what `find_weights` raises.
     """
     paths, listed = find_weights(folder)
     for path in paths:
@@ -124,7 +124,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             library_errors(f"{path} is truncated or not a safetensors file; copy it again"),
             safe_open(path, framework="pt") as file,
         ):
-            for name in file.keys():  # noqa: SIM118  (it is no dict)
+            for name in file.keys():  # noqa: SIM118  (it is not a dict)
                 listed.discard(name)
                 if name.endswith(BUFFERS):
                     continue
@@ -140,14 +140,14 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_weights(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write safetensors under Hugging Face's names, in shards with an index where it is large."""
+    """Write safetensors under Hugging Face's names, large ones in shards with an index."""
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(dict(state), folder, metadata={"format": "pt"})
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one another's copy, NaN and signed zeros included."""
+    """Whether two tensors are equal bit by bit, NaN and signed zeros included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a, b = (t.detach().reshape(-1).contiguous().view(_BITS[t.element_size()]) for t in (a, b))
@@ -155,19 +155,19 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def dtype_name(value: Tensor) -> str:
-    """For example `bfloat16`."""
+    """Short name of the dtype, for example `bfloat16`."""
     return str(value.dtype).removeprefix("torch.")
 
 
 def readable(folder: Path) -> None:
-    """Give the weights the permissions of the config: safetensors writes for its user alone."""
+    """Give the weights the config's permissions: safetensors lets only the owner read them."""
     mode = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the tokenizer, generation config, chat templates and licence; a card as another file."""
+    """Copy tokenizer, generation config, chat templates and licence; a card under another name."""
     for pattern in COMPANIONS:
         for path in source.glob(pattern):
             if path.is_file():

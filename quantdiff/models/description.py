@@ -1,4 +1,4 @@
-"""What a loaded model says about itself."""
+"""Description of a loaded model: name, family, size, context length."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -8,16 +8,16 @@ from torch import nn
 
 __all__ = ["context_length", "describe", "remember_name", "vocabulary_size"]
 
-# The name each model was asked for under. Beside the model and not on it, so that it is never
-# saved, and weak, so that a model can be freed.
+# The name under which each model was requested. Kept outside the model, so that it is never saved,
+# and weakly, so that the model can be freed.
 _NAMES: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
-# Config entries that bound the positions, in families that have no max_position_embeddings.
+# Config entries that bound the positions; some families have no max_position_embeddings.
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
 def remember_name(model: nn.Module, name: str) -> None:
-    """Keep the name under which a model was asked for; `describe` gives it back."""
+    """Keep the name under which a model was requested; `describe` returns it."""
     _NAMES[model] = name
 
 
@@ -25,10 +25,10 @@ def describe(model: Any) -> dict[str, Any]:
     """What a result records about its model.
 
     Args:
-        model: a model of transformers, loaded by quantdiff or not, or any other module.
+        model: a transformers model, loaded by quantdiff or not, or any other module.
 
     Returns:
-        "name": as asked for, or else the config's or the class's; "family": the config's model
+        "name": as requested, or else the config's or the class's; "family": the config's model
         type; "parameters": count, tied weights once, packed 4-bit weights at their real number;
         "dtype": of the floating-point parameters, for example "float32".
     """
@@ -46,9 +46,9 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def context_length(model: Any) -> int | None:
-    """Longest sequence in tokens that the config allows, or None where it names no limit.
+    """Longest sequence in tokens that the config allows, or None if it sets no limit.
 
-    A module outside of transformers need not have a config.
+    A module from outside transformers need not have a config.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
@@ -61,5 +61,5 @@ def context_length(model: Any) -> int | None:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Rows of the input embedding of a model of transformers: token ids must lie below it."""
+    """Rows of a transformers model's input embedding; token ids must be less."""
     return int(model.get_input_embeddings().weight.shape[0])

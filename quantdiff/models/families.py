@@ -1,7 +1,8 @@
 """Which head layout a model's attention has, and where its λ is.
 
-Attention is known by the class of its module or by the model's family. What is not known has
-standard heads; `calls_itself_differential` says where it speaks of itself otherwise.
+Attention is recognised by the class of its module or by the model's family. Anything else is taken
+to have standard heads; `calls_itself_differential` finds where names or parameters suggest
+otherwise.
 """
 
 import re
@@ -36,7 +37,7 @@ class Family:
 
     Attributes:
         layout: name of the head layout, or a function that reads it from a module or a config.
-        apart: map 1 and map 2 are attention calls of their own, in this order; else one call
+        apart: map 1 and map 2 are separate attention calls, in this order; otherwise one call
             computes all heads, in the order of their projection.
     """
 
@@ -44,7 +45,7 @@ class Family:
     apart: bool = False
 
     def at(self, source: Any) -> "Family":
-        """The same with the layout that `source`, a module or a config, has."""
+        """The same family with the layout of `source`, a module or a config."""
         return self if isinstance(self.layout, str) else Family(self.layout(source), self.apart)
 
 
@@ -52,7 +53,7 @@ STANDARD = Family("none")
 
 
 def _motif(config: Any) -> str:
-    """Motif-2.6B pairs neighbours; Motif-2-12.7B has noise heads, each behind its signal heads."""
+    """Motif-2.6B pairs neighbours; Motif-2-12.7B has noise heads, each after its signal heads."""
     noise = getattr(config, "num_noise_heads", None)
     if not noise:
         return "adjacent"
@@ -60,7 +61,7 @@ def _motif(config: Any) -> str:
 
 
 def _official_v2(module: Any) -> str:
-    """The official V2 module is the baseline too, by a flag."""
+    """The official V2 module is also the baseline, depending on a flag."""
     return "adjacent_shared" if getattr(module, "use_diff_v2", True) else "none"
 
 
@@ -72,8 +73,8 @@ FAMILIES: dict[str, Family] = {
     "phi4flash": Family("adjacent", apart=True),
 }
 
-# By the class of the attention module, behind its package where others use the name too: timm's,
-# and the official ones (microsoft/unilm), whose file people copy.
+# By the class of the attention module, with its package before it where others use the name too:
+# timm's, and the official ones (microsoft/unilm), whose file people copy.
 MODULES: dict[str, Family] = {
     "timm.DiffAttention": Family("adjacent", apart=True),
     "timm.DiffParallelScalingBlock": Family("adjacent", apart=True),
@@ -99,9 +100,9 @@ def family_of(model: nn.Module, module: nn.Module) -> Family | None:
 
 
 def given_family(name: str) -> Family:
-    """The kind of attention of a layout that the user names.
+    """The kind of attention for a layout that the user names.
 
-    `adjacent` and `grouped:R` are two calls, as in all code that is known; the others are one.
+    `adjacent` and `grouped:R` are two calls, as in all known code; the others are one.
 
     Raises:
         ValueError: no such layout.
@@ -114,14 +115,14 @@ _DIFFERENTIAL = re.compile(r"differential|diff[-_]?(att|former|transformer|head|
 
 
 def calls_itself_differential(model: nn.Module, module: nn.Module) -> bool:
-    """Whether an attention module, or the model that it stands in, says that it is differential."""
+    """Whether an attention module, or its model, presents itself as differential."""
     family = str(getattr(getattr(model, "config", None), "model_type", ""))
     named = _DIFFERENTIAL.search(type(model).__name__) or _DIFFERENTIAL.search(family)
     return bool(named) or looks_differential(module)
 
 
 def looks_differential(module: nn.Module) -> bool:
-    """Whether a module's class or its parameters say that it is differential attention."""
+    """Whether a module's class or its parameters suggest differential attention."""
     return (
         bool(_DIFFERENTIAL.search(type(module).__name__))
         or type(module).__name__ in MODULES
@@ -133,11 +134,11 @@ def looks_differential(module: nn.Module) -> bool:
 def lambda_of(attention: nn.Module, dtype: torch.dtype = torch.float32) -> float | None:
     """λ of an attention module where it is one number, as in V1; None where it has none.
 
-    Rounded where the model rounds it. The official code, Motif, Phi-4 and quantdiff's modules sum
-    the products in the parameters' dtype, take the exponentials in fp32, and cast them to the
+    It is rounded where the model rounds it. The official code, Motif, Phi-4 and quantdiff's modules
+    sum the products in the parameters' dtype, take the exponentials in fp32, and cast them to the
     queries' dtype before the subtraction; DiffLlama sums in fp32, and timm casts λ as a whole.
 
-    Read from V1's four vectors, which have the same names in all of these, or from timm's two
+    It is read from V1's four vectors, which have the same names in all of these, or from timm's two
     scalars. V2's λ depends on the token.
 
     Args:
@@ -167,6 +168,6 @@ def lambda_of(attention: nn.Module, dtype: torch.dtype = torch.float32) -> float
 
 
 def lambda_projection(attention: nn.Module) -> nn.Module | None:
-    """The projection whose sigmoid is V2's λ for each token and pair, if there is one."""
+    """The projection whose sigmoid is V2's λ per token and pair, if there is one."""
     found = getattr(attention, "lambda_proj", None)
     return found if isinstance(found, nn.Module) else None

@@ -20,20 +20,20 @@ def require_gguf() -> None:
 
 
 def dequantizing_arguments() -> dict[str, Any]:
-    """Keywords for `from_pretrained` that ask for plain weights in every case.
+    """Keywords for `from_pretrained` that request plain weights in every case.
 
-    Where its kernels are installed, transformers would otherwise keep the blocks packed, and the
-    attention would be a kernel that no hook can look into.
+    Where its kernels are installed, transformers would otherwise keep the blocks packed, and
+    attention would run in a kernel that no hook can see into.
     """
-    # Releases before the packed path always unpack, and have no such class.
+    # Releases without the packed path always unpack, and have no such class.
     config_class = getattr(transformers, "GgufConfig", None)
     return {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
 
 
 def forget_gguf(model: Any) -> None:
-    """Take the quantizer off a model whose weights are plain already.
+    """Remove the quantizer from a model whose weights are already plain.
 
-    transformers leaves the marks of the GGUF file on it, and refuses `save_pretrained` for them.
+    transformers leaves traces of the GGUF file on it, and so refuses `save_pretrained`.
     """
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -20,12 +20,12 @@ UNREACHABLE = (hub_errors.HTTPError, OSError)  # type: ignore[attr-defined]
 
 
 def find_on_hub(name: str, revision: str | None, known: tuple[str, ...]) -> Checkpoint:
-    """The repository `name` at `revision`, or its copy in the cache when the hub is out of reach.
+    """The repository `name` at `revision`, or its copy in the cache if the hub is unreachable.
 
     Args:
         name: repository id, `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
-        known: names that do work, for the message.
+        known: names that work, for the message.
 
     Raises:
         UsageError: no such repository or revision, or the hub cannot be reached and the cache

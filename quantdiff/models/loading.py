@@ -1,4 +1,4 @@
-"""Opening a model and its tokenizer from any name."""
+"""Opening a model and its tokenizer by any kind of name."""
 
 import importlib
 import importlib.util
@@ -32,7 +32,7 @@ from quantdiff.models.sources import ARCHITECTURES, FORMATS, locate
 
 __all__ = ["load"]
 
-# Any of these means that somebody saved a tokenizer; transformers decides whether it is complete.
+# Any of these means that a tokenizer was saved; transformers decides whether it is complete.
 VOCABULARIES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken", "spm")
 
 
@@ -48,11 +48,11 @@ def load(
     """Open a causal language model and its tokenizer.
 
     Args:
-        name: a registered name (`known_names()`), a folder, a `.gguf` file or a hub id; or what was
-            located already.
+        name: a registered name (`known_names()`), a folder, a `.gguf` file or a hub id; or a
+            checkpoint already located.
         dtype: "float32", "bfloat16", "float16", "float64", a torch dtype, or "auto" for the
             checkpoint's own; by default "auto" on a GPU and float32 on a CPU.
-        device: "cpu", "cuda", "cuda:N"; by default CUDA where there is any.
+        device: "cpu", "cuda", "cuda:N"; by default CUDA if available.
         attention: "eager", "sdpa", "flex_attention", "flash_attention_2", "…_3", "…_4"; by
             default the model's own choice.
         trust_remote_code: run modelling code that the checkpoint brings.
@@ -61,12 +61,12 @@ def load(
     Returns:
         The model, in eval mode on `device`, and the tokenizer. Weights come from safetensors or
         GGUF, never from pickles; those of a GGUF file are unpacked, so that the model can be
-        saved like any other. Of an exported folder they come without the schemes, and a
-        `SchemesLeftOutWarning` names those.
+        saved like any other. An exported folder is opened without its schemes, which a
+        `SchemesLeftOutWarning` names.
 
     Raises:
-        UsageError: the request cannot be met; the message names the thing and the remedy.
-        MissingExtraError: a package that it needs is not installed.
+        UsageError: the request cannot be met; the message names the problem and the remedy.
+        MissingExtraError: a required package is not installed.
     """
     target = resolve_device(device)
     precision = resolve_dtype(dtype, target)
@@ -113,7 +113,7 @@ def _open_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 def _format_module(checkpoint: Checkpoint) -> str | None:
-    """Module that opens a folder whose weights transformers cannot read, if it is one."""
+    """Module that opens the checkpoint if transformers cannot read its weights, else None."""
     return next((FORMATS[marker] for marker in FORMATS if marker in checkpoint.files), None)
 
 

@@ -17,8 +17,8 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-# Flash implementation -> distribution that brings it, command that installs it. transformers looks
-# at the distribution too: flash-attn and flash-attn-4 share the import name flash_attn.
+# Flash implementation -> distribution that provides it, command that installs it. transformers
+# checks the distribution too: flash-attn and flash-attn-4 share the import name flash_attn.
 FLASH = {
     "flash_attention_2": ("flash-attn", "pip install flash-attn --no-build-isolation"),
     "flash_attention_3": (
@@ -69,7 +69,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
         device: where the model goes.
 
     Raises:
-        UsageError: another dtype.
+        UsageError: an unknown dtype.
     """
     if dtype is None:
         return "auto" if device.type == "cuda" else torch.float32
@@ -123,7 +123,7 @@ def _has_cpp_compiler() -> bool:
 
 
 def check_flash_dtype(attention: str | None, dtype: torch.dtype | str | None) -> None:
-    """Refuse a dtype that flash kernels do not compute in.
+    """Refuse a dtype that flash kernels do not support.
 
     Raises:
         UsageError: flash attention with something other than float16 or bfloat16.

@@ -1,4 +1,4 @@
-"""Opening a folder whose weights optimum-quanto packed."""
+"""Opening a folder whose weights were packed by optimum-quanto."""
 
 import json
 from pathlib import Path
@@ -24,11 +24,11 @@ def open_model(
     device: torch.device,
     attention: str | None,
 ) -> Any:
-    """The model, in the dtype that it was saved in, which packed weights cannot change.
+    """Open the model in the dtype it was saved in, which packed weights cannot change.
 
     Raises:
         UsageError: files are missing or do not fit, the folder is not on this disk, or another
-            dtype is asked for by name.
+            dtype is requested by name.
     """
     from optimum.quanto import QuantizedModelForCausalLM
 
@@ -53,7 +53,7 @@ def open_model(
 
 
 def _check_complete(name: str, folder: Path, model: Any) -> None:
-    """quanto loads without being strict, and leaves random what is missing."""
+    """Refuse keys that do not fit: quanto is not strict, and leaves missing weights random."""
     stored = set()
     if (folder / WEIGHTS).is_file():
         with safe_open(folder / WEIGHTS, framework="pt") as file:

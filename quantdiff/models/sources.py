@@ -1,4 +1,4 @@
-"""From the name a user gives to a checkpoint, and the registries of what can be opened."""
+"""Finding the checkpoint for the name a user gives, and registries of what can be opened."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ from quantdiff.models.checkpoint import Checkpoint, checkpoint_on_disk
 __all__ = ["ARCHITECTURES", "FORMATS", "SOURCES", "known_names", "locate"]
 
 # Name -> module with `locate(name: str) -> Path`, which returns a folder or a .gguf file. A name
-# that ends in a colon is a prefix, whose module may have `shipped()`, the whole names. A registered
+# that ends in a colon is a prefix; its module may have `shipped()`, the full names. A registered
 # name wins over a folder of the same name in the working directory, which `./name` still reaches.
 SOURCES = {
     "smollm2-135m": "quantdiff.models.smollm2",
@@ -18,7 +18,7 @@ SOURCES = {
 }
 
 # Model type in config.json -> module that registers its classes with transformers' Auto classes
-# when it is imported. Code that such a checkpoint brings along is not needed, nor run.
+# when it is imported. Code that such a checkpoint brings is neither needed nor run.
 ARCHITECTURES: dict[str, str] = {"diff_v2": "quantdiff.models.diff_v2"}
 
 # File that marks a folder whose weights transformers cannot read -> module with
@@ -27,7 +27,7 @@ FORMATS: dict[str, str] = {"quanto_qmap.json": "quantdiff.models.quanto"}
 
 
 def known_names() -> tuple[str, ...]:
-    """The registered names; one that ends in a colon is a prefix for names not known before."""
+    """The registered names; one that ends in a colon is a prefix for names not known in advance."""
     names: list[str] = []
     for name, module in SOURCES.items():
         whole = getattr(importlib.import_module(module), "shipped", None) if ":" in name else None

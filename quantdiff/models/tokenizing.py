@@ -1,4 +1,4 @@
-"""Calling a tokenizer without a trace."""
+"""Calling a tokenizer without changing it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ __all__ = ["untouched"]
 
 @contextmanager
 def untouched(tokenizer: Any) -> Iterator[None]:
-    """Let calls of a tokenizer leave no trace on it.
+    """Restore a tokenizer's truncation and padding after it is called.
 
-    A fast one of transformers keeps how the last call cut and padded, and is saved with that.
+    A fast tokenizer of transformers keeps those of the last call, and is saved with them.
 
     Args:
         tokenizer: of any class.

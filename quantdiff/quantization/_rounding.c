@@ -1,8 +1,8 @@
-/* Rounding of attention logits to their grids on a CPU, a row at a time.
+/* Rounding of attention logits to their grids on a CPU, one row at a time.
  *
- * A row is read twice while it lies in the first-level cache, where separate operations would read
- * and write the whole block once each. The values are those of grid.py to the bit: steps in double
- * and then fp32, a true division, rounding half to even, clamping in floating point.
+ * A row is read twice while it is in the first-level cache, whereas separate operations would each
+ * read and write the whole block. The values equal those of grid.py to the bit: steps in double and
+ * then fp32, a true division, rounding half to even, clamping in floating point.
  */
 
 #include <float.h>
@@ -35,7 +35,7 @@ typedef struct {
 typedef uint32_t __attribute__((may_alias)) bits_t;
 typedef int32_t __attribute__((may_alias)) signed_t;
 
-/* Patterns of floats without their sign are in the order of the magnitudes, NaN above all. */
+/* Bit patterns of floats without their sign are ordered by magnitude, with NaN above all. */
 VARIANTS static uint32_t largest(const float *x, int n) {
   const bits_t *p = (const bits_t *)x;
   uint32_t most = 0;
@@ -46,7 +46,7 @@ VARIANTS static uint32_t largest(const float *x, int n) {
   return most;
 }
 
-/* The same with the sign: negative patterns turned round, so that integers are in order. */
+/* The same with the sign: negative patterns are flipped, so that integers are in order. */
 VARIANTS static void ends(const float *x, int n, int32_t *least, int32_t *most) {
   const signed_t *p = (const signed_t *)x;
   int32_t low = 0, high = 0; /* the range holds zero */
@@ -83,7 +83,7 @@ static float from_key(int32_t key) {
   return value;
 }
 
-/* As fp32, never 0: of a range of zeros it is 1, of one that underflows the least normal. */
+/* As fp32, never 0: 1 for a range of zeros, the smallest normal for one that underflows. */
 static float step_of(double exact) {
   if (exact == 0) return 1;
   float step = (float)exact;
@@ -123,7 +123,7 @@ static void round_row(const round_t *job, int head, int row, int64_t *clipped) {
   if (job->own) {
     if (!own_grid(job, x + start, n, &step, &zero)) *job->bad = 1;
   } else {
-    /* Clamping would make a finite value of an infinite one. */
+    /* Clamping would make an infinite value finite. */
     if (job->clips && largest(x + start, n) >= 0x7f800000u) *job->bad = 1;
     step = job->step[head];
     zero = job->zero[head];
@@ -139,7 +139,7 @@ typedef struct {
   atomic_int next; /* share */
 } team_t;
 
-/* As many shares as threads were asked for; OpenMP may start fewer, who then take what is left. */
+/* One share per requested thread; OpenMP may start fewer, which then take what is left. */
 static void work(void *argument) {
   team_t *team = argument;
   const round_t *job = team->job;

@@ -1,7 +1,7 @@
-"""Dynamic ranges over both maps of modules that compute each map in an attention call of its own.
+"""Dynamic ranges over both maps, for modules that compute each map in a separate attention call.
 
-The first call cannot know the logits of the second. So such a module is computed twice: as it is,
-unseen by anybody else, while its logits are measured, and then quantized.
+The first call cannot know the logits of the second, so such a module is computed twice: first
+unquantized and hidden from recordings, to measure its logits, then quantized.
 """
 
 import functools
@@ -35,13 +35,13 @@ _CACHES = (
 class MeasuredFirst:
     """Computes modules twice, first to measure the logits of all their attention calls.
 
-    While `Pass.measuring` holds a module's name, its calls are to be measured (`add_ends`) and not
-    quantized; then `Pass.ends` holds the ends of the logits of all of them.
+    While `Pass.measuring` contains a module's name, its calls are to be measured (`add_ends`), not
+    quantized; afterwards `Pass.ends` holds the extremes of the logits of all of them.
 
     Args:
         modules: by name.
-        runs: knows the pass under way.
-        watching: a context in which attention calls are seen.
+        runs: knows the current pass.
+        watching: makes a context in which attention calls are seen.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class MeasuredFirst:
     ) -> None:
         self._modules, self._runs, self._watching = modules, runs, watching
         self._begun = False
-        self._own: dict[str, Any] = {}  # forwards that modules had beside their class's
+        self._own: dict[str, Any] = {}  # forwards that overrode those of the class
 
     def begin(self) -> None:
-        """From now on, until `end`."""
+        """Compute the modules twice from now on, until `end`."""
         self._begun = True
         for name, module in self._modules.items():
             if "forward" in vars(module):
@@ -63,7 +63,7 @@ class MeasuredFirst:
             module.forward = functools.partial(self._twice, name, module.forward)
 
     def end(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         if not self._begun:
             return
         self._begun = False
@@ -90,7 +90,7 @@ class MeasuredFirst:
                 real(*args, **kwargs)
             now.measuring.discard(name)
             now.forget(name)
-            now.masks = masks  # one that was read without gradients would pass none to its bias
+            now.masks = masks  # a mask read without gradients would pass none to its bias
             return real(*args, **kwargs)
         finally:
             now.measuring.discard(name)
@@ -98,7 +98,7 @@ class MeasuredFirst:
 
 
 def add_ends(now: Pass, name: str, least: Tensor, most: Tensor) -> None:
-    """Note the ends of the logits of one call of a module, (B, H) each, beside those before."""
+    """Add the extremes of the logits of one call of a module, (B, H) each, to earlier ones."""
     if name in now.ends:
         least = torch.cat([now.ends[name][0], least], 1)
         most = torch.cat([now.ends[name][1], most], 1)
@@ -107,7 +107,7 @@ def add_ends(now: Pass, name: str, least: Tensor, most: Tensor) -> None:
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    """Without any mode, such as a recording's."""
+    """Suspend all modes, such as those of a recording."""
     modes = _get_current_function_mode_stack()
     for _ in modes:
         _pop_mode()

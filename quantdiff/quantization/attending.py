@@ -1,7 +1,7 @@
 """The attention calls of a model, computed with quantized keys, logits, maps and values.
 
-Every family and backend that a recording sees is reached: modules of transformers' dispatch,
-quantdiff's own `Heads`, and calls that a model makes of scaled_dot_product_attention or flash-attn.
+This covers every family and backend that can be recorded: modules of transformers' dispatch,
+quantdiff's own `Heads`, and a model's own calls of scaled_dot_product_attention or flash-attn.
 """
 
 import contextlib
@@ -51,20 +51,20 @@ from quantdiff.quantization.table import Table
 
 __all__ = ["AttentionSites"]
 
-_ATTENDED = " (attention)"  # behind a name in what a pass counts: a layer may have it too
+_ATTENDED = " (attention)"  # suffix in the counts of a pass: a layer may have the same name
 
 
 class AttentionSites:
     """Quantizes what a model's attention calls compute with.
 
     Args:
-        found, runs: the modules of the model, and what follows its passes.
+        found, runs: the modules of the model, and the tracker of its passes.
         model: the model.
-        schemes: of the sites `keys`, `attention_logits`, `attention_maps`, `values`.
+        schemes: for the sites `keys`, `attention_logits`, `attention_maps`, `values`.
         table: static ranges, or None.
         clipping: where clipped logits are counted, by site, or None.
-        beside: layers that schemes of other sites name, which need hold no attention: all schemes
-            together are for what such a layer has.
+        beside: layers that schemes for other sites name; these need not hold attention, as the
+            schemes together apply to whatever such a layer has.
 
     Raises:
         QuantizationError: a scheme names another layer without attention.
@@ -103,7 +103,7 @@ class AttentionSites:
         return self._bare.watching()
 
     def begin(self) -> None:
-        """From now on, until `end`."""
+        """Quantize from now on, until `end`."""
         found = self._found
         dispatch.replace([module for _, module in found.attention], self._call)
         for name, module in found.modules.items():
@@ -122,7 +122,7 @@ class AttentionSites:
             heads.forward = self._heads(name, heads)  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         dispatch.restore([module for _, module in self._found.attention])
         self._first.end()
         for heads in self._forwards:
@@ -133,7 +133,7 @@ class AttentionSites:
         self._forwards.clear()
 
     def _apart(self) -> dict[str, nn.Module]:
-        """Modules whose maps are attention calls of their own, where one range spans them."""
+        """Modules that compute their maps in separate attention calls, with one range over both."""
         owners = dict.fromkeys(
             self._found.owner(name)
             for name, module in self._found.modules.items()
@@ -146,7 +146,7 @@ class AttentionSites:
         }
 
     def _of(self, site: str, name: str) -> Scheme | None:
-        """The scheme for a site of the layer in which an attention module lies."""
+        """The scheme for a site of the layer that contains an attention module."""
         layer = layer_of(name.partition(" ")[0], self._found.layers)
         return None if layer is None else self._schemes.of(site, layer)
 
@@ -155,15 +155,15 @@ class AttentionSites:
         return logits is not None and logits.over_both
 
     def _plain(self, name: str) -> bool:
-        """Whether nothing is done in this layer."""
+        """Whether no scheme applies to the layer of this module."""
         return all(self._of(scheme.site, name) is None for scheme in self._schemes.all)
 
     def check(self, now: Pass) -> None:
         """Refuse a pass in which an attention module did not run.
 
         Raises:
-            QuantizationError: names the first, or says that there is none, or none in a layer that
-                a scheme names.
+            QuantizationError: names the first, or reports that there is no attention at all, or
+                none in a layer that a scheme names.
         """
         names = [name for name, _ in [*self._found.attention, *self._found.heads]]
         silent = [name for name in names if not now.fired[name] and not is_cross(name)]
@@ -181,9 +181,9 @@ class AttentionSites:
             self._check_layers(name for name in now.fired if name.endswith(_ATTENDED))
 
     def _check_layers(self, ran: Iterable[str] = ()) -> None:
-        """Refuse layers that a scheme names and that hold no attention.
+        """Refuse layers that a scheme names but that hold no attention.
 
-        `ran`: names of those that have no module that is known before it runs, and attended.
+        `ran`: names of modules that attended, where this is not known before they run.
         """
         known = [*self._found.attention, *self._found.heads]
         names = [*(name for name, _ in known), *(name.partition(" ")[0] for name in ran)]
@@ -191,9 +191,9 @@ class AttentionSites:
         self._schemes.check_held(held.union(self._beside), type(self._model).__name__)
 
     def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
-        """Compute a call of transformers' dispatch."""
+        """Compute a call that goes through transformers' dispatch."""
         name = self._found.names[call.module]
-        _refuse_checkpointing(name)  # transformers checkpoints a layer's forward, past its hooks
+        _refuse_checkpointing(name)  # transformers checkpoints a layer's forward, past all hooks
         cross = is_cross(name)
         if call.options.get("dropout"):
             raise QuantizationError(
@@ -220,7 +220,7 @@ class AttentionSites:
     def _bare_call(
         self, now: Pass, name: str, part: HeadsOf | None, logits: Logits, call: SdpaCall | FlashCall
     ) -> Tensor | None:
-        """Compute a call that a model makes of scaled_dot_product_attention, or of flash-attn."""
+        """Compute a model's own call of scaled_dot_product_attention or flash-attn."""
         if self._plain(name):
             now.fired["scaled_dot_product_attention"] += 1
             return None
@@ -289,7 +289,7 @@ class AttentionSites:
             values = heads.layout.value_heads(query.shape[1], value.shape[1])
 
             def wide(x: Tensor) -> Tensor:
-                """The values of every query head, side by side where it reads several."""
+                """The values of every query head, concatenated where it reads several."""
                 return torch.cat([x[:, list(part)] for part in zip(*values, strict=True)], -1)
 
             logits = Logits(query, key, heads.scale, visible)
@@ -305,7 +305,7 @@ class AttentionSites:
         return name in self._checked or (alone and name in self._alone)
 
     def _check_known(self, name: str, output: Any, logits: Logits, value: Tensor) -> None:
-        """Once a module: nothing happens between its queries and its values that is not known."""
+        """Check, once per module, that nothing unknown happens between its queries and values."""
         if check_familiar(name, output, logits, value):
             self._checked.add(name)
         elif logits.key.shape[2] == 1:
@@ -352,9 +352,9 @@ class AttentionSites:
         )
 
     def _value_heads(self, name: str, count: int, *, again: bool) -> list[int] | None:
-        """Which value heads a call has where they are not all, in the order of the projection.
+        """Which value heads a call has, in the order of the projection; None if it has all.
 
-        DiffLlama attends once with the first and once with the second half of them, each given
+        DiffLlama attends once with the first half of them and once with the second, each given
         twice.
         """
         if name not in self._found.modules or self._found.family(name).layout != "halves":
@@ -414,7 +414,7 @@ class AttentionSites:
 
 
 def _refuse_checkpointing(name: str, *_: Any) -> None:
-    """In the backward pass no padding is known, and bare calls would not be quantized."""
+    """Refuse recomputation in the backward pass: no padding is known, bare calls go unquantized."""
     if in_backward():
         raise QuantizationError(
             f"{name} is computed a second time in the backward pass; gradient checkpointing does "

@@ -1,9 +1,9 @@
 """Attention over fake-quantized logits, in blocks of query rows: never an n×n tensor.
 
-Each block's logits are computed in fp32 (fp64 for fp64), rounded to their grid, and go through
-softmax to the values; the weights may be rounded too. Gradients are straight-through: what is
-rounded passes its gradient on, what is clipped does not; the backward pass computes each block a
-second time.
+Each block's logits are computed in fp32 (fp64 for fp64), rounded to their grid, passed through
+softmax and multiplied with the values; the weights may be rounded too. Gradients are
+straight-through: rounded values pass them on, clipped ones do not. The backward pass recomputes
+each block.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["attend"]
 
-BLOCK_ELEMENTS = 1 << 19  # logits of a block on a CPU; a GPU takes 32 times as many
+BLOCK_ELEMENTS = 1 << 19  # logits per block on a CPU; a GPU takes 32 times as many
 
 
 def attend(
@@ -43,14 +43,14 @@ def attend(
         v: (B, G', M, w), query head h reading value head h // (H/G').
         softmax: what happens in between.
         sinks: (H,) learned logits without a key, which are not quantized; or None.
-        newest_keys, newest_values: those that take the place of k and v for late queries.
+        newest_keys, newest_values: those that replace k and v among each query's newest tokens.
 
     Returns:
         (B, H, N, w) in v's dtype; zeros in rows that may attend nothing.
 
     Raises:
-        NoGridError: a row whose grid is its own has no finite range, or a logit that a static range
-            may clip is not finite.
+        NoGridError: the range of a row with its own grid, or a logit that a static range may clip,
+            is not finite.
     """
     learned = None
     if softmax.bias is not None and torch.is_grad_enabled() and softmax.bias(0, 1).requires_grad:
@@ -68,10 +68,11 @@ class _Block:
     """One block of rows of a sequence.
 
     Attributes:
-        rows: of the queries; keys: up to which any of them sees.
-        weights: (H, n, m), the softmax, rounded where it is to be.
-        plain: the softmax itself, where the gradient needs it; else None.
-        slope: derivative of the soft cap, (H, n, m), or None for 1 everywhere seen.
+        rows: of the queries.
+        keys: m, the end of the keys that any of them sees.
+        weights: (H, n, m), the softmax, rounded if the maps are quantized.
+        plain: the unrounded softmax, where the gradient needs it; else None.
+        slope: derivative of the soft cap, (H, n, m), or None for 1 everywhere.
         inside: which logits were not clipped, (H, n, m) bool, or None for all.
     """
 
@@ -167,7 +168,7 @@ def _blocks(
     maps = _map_grid(q, k, b, softmax, sinks)
     q = q.to(upper)
     scale = softmax.scale
-    if math.frexp(scale)[0] == 0.5:  # a power of two rounds nothing, so that q can take it
+    if math.frexp(scale)[0] == 0.5:  # a power of two: multiplying q by it is exact
         q, scale = q * scale, 1.0
     visible = softmax.visible
     start, stop = visible.start[b].to(q.device), visible.stop[b].to(q.device)
@@ -178,7 +179,7 @@ def _blocks(
         own = b if len(grid.step) > 1 else 0
         grid = Grid(grid.step[own], grid.zero[own], grid.low, grid.high)  # (H, 1, 1)
     ends = stop.split(step)
-    # Held over the blocks: memory that is given back and taken again costs page faults.
+    # Reused by all blocks: freeing and reallocating memory costs page faults.
     room = [torch.empty(heads * step * columns, dtype=upper, device=q.device) for _ in range(2)]
     lasts = torch.stack([part.max() for part in ends]).tolist()
     firsts = torch.stack([part.min() for part in ends]).tolist()
@@ -220,11 +221,11 @@ def _blocks(
                 seen = seen & extra[b if len(extra) > 1 else 0, :, :, :keys]
         if grid is not None:
             here = grid if isinstance(grid, Grid) else grid.of(*row_extremes(s, seen))
-            if softmax.clips and slopes:  # after a forward that has looked at the same logits
+            if softmax.clips and slopes:  # the forward has already checked the same logits
                 inside = ~beyond(s, here, softmax.heads)
             elif softmax.clips and not bool(
                 torch.isfinite(torch.cat(row_extremes(s, seen))).all()
-            ):  # clamping would make finite values of them
+            ):  # clamping would make them finite
                 raise NoGridError("NaN or infinity has no place on a grid")
             if softmax.clipped is not None and not slopes and may_clip(here, softmax.clips):
                 outside = beyond(s, here, softmax.heads)
@@ -244,7 +245,7 @@ def _blocks(
 def _map_grid(
     q: Tensor, k: Met, b: int, softmax: Softmax, sinks: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Rounds the weights of sequence b, in place, to a grid from zero to their largest."""
+    """A function rounding sequence b's weights in place, to a grid from zero to their largest."""
     scheme = softmax.maps
     if scheme is None:
         return None
@@ -271,12 +272,12 @@ def _compiled(s: Tensor) -> bool:
 
 
 def _weights(s: Tensor, sinks: Tensor | None, room: Tensor) -> Tensor:
-    """Softmax over the keys; zeros in a row of −inf. It lies in `room`, where it can."""
+    """Softmax over the keys, in `room` where possible; zeros in a row of −inf."""
     if sinks is not None:
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:2], 1)
         return torch.cat([s, column], -1).softmax(-1)[..., :-1]
     weights = torch.softmax(s, -1, out=room[: s.numel()].view(s.shape))
-    # A row that sees nothing is NaN; only its first weight need be looked at.
+    # A row that sees nothing is NaN; checking its first weight is enough.
     if bool(weights[..., 0].isnan().any()):
         blind = (s == -torch.inf).all(-1, keepdim=True)
         weights.masked_fill_(blind, 0.0)

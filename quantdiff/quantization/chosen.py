@@ -1,4 +1,4 @@
-"""Which scheme holds where: by site, layer and head."""
+"""Which scheme applies where: by site, layer and head."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -15,7 +15,7 @@ class Schemes:
     """The schemes of one context.
 
     Attributes:
-        all: those that change anything.
+        all: the schemes that change anything.
 
     Raises:
         UsageError: two schemes for one site of a layer.
@@ -32,7 +32,7 @@ class Schemes:
         self.all = tuple(scheme for scheme in given if scheme.quantizes)
 
     def of(self, site: str, layer: int | None = None) -> Scheme | None:
-        """What is done to a site of a layer; with None, the first scheme of the site."""
+        """The scheme for a site of a layer; without a layer, the first scheme for the site."""
         for scheme in self.all:
             if scheme.site == site and (
                 layer is None or scheme.layers is None or layer in scheme.layers
@@ -41,12 +41,12 @@ class Schemes:
         return None
 
     def some(self, sites: Iterable[str]) -> "Schemes":
-        """Those of some sites."""
+        """The schemes for some sites."""
         wanted = set(sites)
         return Schemes(scheme for scheme in self.all if scheme.site in wanted)
 
     def check_layers(self, count: int) -> None:
-        """Refuse layers that a model of `count` lacks.
+        """Refuse layers that a model with `count` layers lacks.
 
         Raises:
             UsageError: names the first.
@@ -60,11 +60,11 @@ class Schemes:
                     )
 
     def check_held(self, held: Collection[int | None], model: str) -> None:
-        """Refuse layers that a scheme names and that hold no attention.
+        """Refuse layers that a scheme names but that hold no attention.
 
         Args:
-            held: numbers of the layers that do.
-            model: name of its class.
+            held: numbers of the layers that hold attention.
+            model: name of the model's class.
 
         Raises:
             QuantizationError: names the first.
@@ -84,10 +84,10 @@ class Schemes:
 def chosen_heads(
     scheme: Scheme | None, numbers: Sequence[int], total: int, name: str, device: torch.device
 ) -> Tensor | None:
-    """Which heads of an attention call a scheme is for.
+    """Which heads of an attention call a scheme applies to.
 
     Args:
-        scheme: or None.
+        scheme: a scheme, or None.
         numbers: of the call's heads, in the order of the projection.
         total: heads of the projection.
         name: of the attention module.
@@ -97,7 +97,7 @@ def chosen_heads(
         (H,) bool; None for all.
 
     Raises:
-        UsageError: it names a head that is not there.
+        UsageError: the scheme names a head that does not exist.
     """
     if scheme is None or scheme.heads is None:
         return None

@@ -1,4 +1,4 @@
-"""How many values lay beyond their grids."""
+"""Counts of values beyond the ends of their grids."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class Clipping:
 
     @classmethod
     def none(cls, heads: int) -> "Clipping":
-        """Of a site that has not run."""
+        """The counts of a site that has not run."""
         return cls(np.zeros(heads, np.int64), np.zeros(heads, np.int64))
 
     def add(
@@ -36,20 +36,20 @@ class Clipping:
         chosen: Tensor | None,
         places: NDArray[Any] | None,
     ) -> None:
-        """Count a call.
+        """Add the counts of a call.
 
         Args:
-            clipped: of each of its heads, (H,).
+            clipped: number for each of its heads, (H,).
             visible: what may be attended in it.
             chosen: which of its heads were quantized, (H,) bool; None for all.
-            places: of its heads among the site's; None for 0 … H − 1.
+            places: indices of its heads among the site's; None for 0 … H − 1.
         """
         seen = _visible_count(visible, len(clipped))
         if chosen is not None:
             seen *= chosen.cpu().numpy()
         places = np.arange(len(clipped)) if places is None else places
         short = int(places.max()) + 1 - len(self.seen)
-        if short > 0:  # the maps of a module may come in calls of their own
+        if short > 0:  # the maps of a module may come in separate calls
             self.clipped, self.seen = (
                 np.concatenate([x, np.zeros(short, np.int64)]) for x in (self.clipped, self.seen)
             )
@@ -58,12 +58,12 @@ class Clipping:
 
     @property
     def share(self) -> float:
-        """Of all heads together, in 0 … 1."""
+        """Clipped share of the values of all heads, in 0 … 1."""
         return float(self.clipped.sum() / max(self.seen.sum(), 1))
 
 
 def _visible_count(visible: Visible, heads: int) -> NDArray[np.int64]:
-    """Logits that may be attended, by head, (H,) int64."""
+    """Number of logits that may be attended, by head, (H,) int64."""
     if visible.mask is None:
         each = int((visible.stop - visible.start).clamp(min=0).sum())
         return np.full(heads, each, np.int64)

@@ -1,4 +1,4 @@
-"""What quantizing means here, in the words that are written into results."""
+"""What quantization means here, as written into results."""
 
 __all__ = ["DEFINITIONS"]
 

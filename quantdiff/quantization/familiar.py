@@ -1,4 +1,4 @@
-"""Whether attention computes what is supposed, tried out before it is quantized."""
+"""Check that attention computes what is assumed, before it is quantized."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ _CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-2, torch.b
 
 
 def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> bool:
-    """Refuse a module whose output is not that of the blocks without a grid.
+    """Refuse a module whose output differs from that of `attend` without a grid.
 
     Args:
         name: of the module.
-        output: its own, (B, N, H, w), or a tuple that begins with it.
+        output: the module's own, (B, N, H, w), or a tuple that begins with it.
         logits: of the call.
         value: (B, G, M, w).
 
     Returns:
-        Whether that proves anything: where each query sees one key alone, logits do not matter.
+        Whether that proves anything: where each query sees only one key, logits do not matter.
 
     Raises:
-        QuantizationError: something between q·kᵀ and the values is not known.
+        QuantizationError: something unknown happens between q·kᵀ and the values.
     """
     theirs = (output[0] if isinstance(output, tuple) else output).detach().transpose(1, 2)
     with torch.no_grad():
@@ -44,11 +44,11 @@ def check_familiar(name: str, output: Any, logits: Logits, value: Tensor) -> boo
     close = _CLOSE.get(query.dtype, 5e-2)
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     if query.is_cuda and query.dtype == torch.float32 and tf32:
-        close = _CLOSE[torch.float16]  # TF32 has as many digits
+        close = _CLOSE[torch.float16]  # TF32 has as many digits as fp16
     real = (logits.visible.stop > logits.visible.start).to(ours.device)[:, None, :, None]
     gap = torch.where(real, (ours.float() - theirs.float()).abs(), 0.0).max()
     size = torch.where(real, theirs.float().abs(), 0.0).max()
-    # A NaN passes here: it is refused where it is quantized, in other words.
+    # A NaN passes here; it is refused where it is quantized, with another message.
     if float(gap) > close * (1e-3 + float(size)):
         raise QuantizationError(
             f"the attention of {name} is not the softmax of q·kᵀ·scaling with its mask times "

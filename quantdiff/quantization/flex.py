@@ -1,8 +1,7 @@
-"""Attention over fake-quantized logits by torch's compiled flex attention: the path of GPUs.
+"""Attention over fake-quantized logits with torch's compiled flex attention: the GPU path.
 
-The grid goes into the kernel as a modification of the scores, so that logits never leave the chip.
-It needs a grid that is known before: rows that make their own, counting and gradients take the
-blocks of attention.py.
+The grid enters the kernel as a score modification, so logits never leave the chip. It must be
+known in advance: grids per row, counting and gradients are left to the blocks of attention.py.
 """
 
 from functools import cache
@@ -19,15 +18,15 @@ from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["attend", "may_overflow", "takes"]
 
-BLOCK = 128  # rows and keys of a block of the mask, as flex attention wants it
-NARROWEST = 16  # head width that flex attention takes on a GPU
-# A graph for each kind of call: precision, groups, soft cap, sinks, widths. Of several models there
-# are soon more than dynamo's 8, beyond which flex attention would silently materialise n×n logits.
+BLOCK = 128  # rows and keys of a block of the mask, as flex attention requires
+NARROWEST = 16  # smallest head width that flex attention takes on a GPU
+# One graph for each kind of call: precision, groups, soft cap, sinks, widths. Several models soon
+# need more than dynamo's 8, beyond which flex attention would silently materialise n×n logits.
 GRAPHS = 64
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, sinks: Tensor | None = None) -> bool:
-    """Whether a call is one for this path."""
+    """Whether this path can compute a call."""
     given = [x for x in (q, k, v, sinks) if x is not None]
     return (
         q.is_cuda
@@ -58,11 +57,11 @@ def attend(
 
     Args:
         q: (B, H, N, D); k: (B, G, M, D); v: (B, G', M, w), of one dtype.
-        softmax: with a grid and without a bias or a mask beside the intervals.
+        softmax: with a grid and without a bias or a mask besides the intervals.
         sinks: (H,) or None.
 
     Returns:
-        (B, H, N, w) in v's dtype. The weights are rounded to it before they meet the values.
+        (B, H, N, w) in v's dtype, to which the weights are rounded before they multiply v.
     """
     grid, visible = softmax.grid, softmax.visible
     assert isinstance(grid, Grid)
@@ -70,7 +69,7 @@ def attend(
     groups = max(k.shape[1], v.shape[1])
     k, v = (x.repeat_interleave(groups // x.shape[1], 1) for x in (k, v))
     step, zero = (x[:, :, 0, 0].expand(batch, heads).contiguous() for x in (grid.step, grid.zero))
-    # Tensors and not numbers: numbers would be compiled in, once for every width.
+    # Tensors, not numbers: numbers would be compiled in, once for every width.
     given = torch.tensor([softmax.scale, grid.low, grid.high], device=q.device)
     cap = None if softmax.softcap is None else torch.tensor(softmax.softcap, device=q.device)
     start, stop = visible.start.to(q.device), visible.stop.to(q.device)
@@ -86,7 +85,7 @@ def attend(
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j >= start[b, i]) & (j < stop[b, i])
 
-    # Compiled code does not run under a mode of others, such as one that looks for flash-attn.
+    # Compiled code does not run under other modes, such as the one that looks for flash-attn.
     with true_fp32(), _disable_current_modes(), torch._dynamo.config.patch(recompile_limit=GRAPHS):
         out = _flex()(
             q, k, v, score_mod=score_mod, scale=1.0, enable_gqa=groups != heads,
@@ -108,7 +107,7 @@ def _flex() -> Any:
 
 
 def _blocks(visible: Visible, keys: int, mask_mod: Any) -> Any:
-    """The mask by blocks, from the intervals alone: no n×n mask is made."""
+    """The mask by blocks, from the intervals alone: no n×n mask is built."""
     from torch.nn.attention.flex_attention import BlockMask
 
     start, stop = visible.start, visible.stop.clamp(max=keys)
@@ -136,7 +135,7 @@ def _blocks(visible: Visible, keys: int, mask_mod: Any) -> Any:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are chosen, (B, 1, R), and which, first, (B, 1, R, C)."""
+    """Number of chosen blocks per row, (B, 1, R), and all blocks, chosen first, (B, 1, R, C)."""
     count = chosen.sum(-1, dtype=torch.int32)[:, None]
     order = torch.argsort((~chosen).to(torch.int8), dim=-1, stable=True).to(torch.int32)[:, None]
     return count.contiguous(), order.contiguous()

@@ -1,10 +1,10 @@
-"""GPTQ: weights rounded column by column, each undoing what the ones before did to the output.
+"""GPTQ: weights rounded column by column, each column compensating the errors of those before it.
 
-Frantar et al., arXiv 2210.17323. Written here and not taken from a library, so that the grids are
-made as those of the site `weights`, of any width and group; it needs no GPU. The two ways of
-rounding share their grids, but for those of groups in the columns' own order, which are made of the
-weights as the errors have changed them. The checkpoint formats `gptq-4bit` and `gptq-8bit` are
-another matter: their grids are those of the kernels that read them.
+Frantar et al., arXiv 2210.17323. Implemented here rather than taken from a library, so that grids
+are made as for the site `weights`, with any bit width and group size; it needs no GPU. The two ways
+of rounding share their grids, except those of groups in the columns' own order, which are made from
+the weights as changed by the errors so far. The checkpoint formats `gptq-4bit` and `gptq-8bit` are
+a different matter: their grids are those of the kernels that read them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ from quantdiff.statistics.precision import true_fp32
 __all__ = ["gptq_rounded", "gptq_weight"]
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, as in the paper
-_BLOCK = 128  # columns after which the error goes to all that are left
+_BLOCK = 128  # columns after which the error is passed to all that are left
 
 
 @contextmanager
@@ -40,23 +40,23 @@ def gptq_rounded(
     *schemes: Scheme,
     act_order: bool = False,
 ) -> Iterator[None]:
-    """A model with GPTQ's weights for the time of a context.
+    """Give a model GPTQ's weights within a context.
 
-    Layer by layer: the inputs of a layer's linear modules are those that the rounded layers before
-    it give. What else is quantized is quantized within, by `fake_quantize` without a scheme for
+    Works layer by layer: the inputs of a layer's linear modules come from the rounded layers before
+    it. Anything else is quantized inside the context, by `fake_quantize` without a scheme for
     `weights`.
 
     Args:
-        model: any whose weights `fake_quantize` rounds.
-        batches: what the model takes, on its device; padding does not count.
+        model: any whose weights `fake_quantize` can round.
+        batches: inputs of the model, on its device; padding does not count.
         schemes: for `weights`: one, or several for different layers.
-        act_order: take the columns with the largest inputs first, and not in their order.
+        act_order: take the columns with the largest inputs first, not in their own order.
 
     Raises:
-        UsageError: a scheme of another site, two for a layer, a layer that is not there, or no
+        UsageError: a scheme for another site, two for one layer, a layer that does not exist, or no
             batches.
-        QuantizationError: inputs that are not finite, or whose padding cannot be told, a group that
-            does not divide them, a model that cannot be run layer by layer, or that is quantized
+        QuantizationError: inputs that are not finite or whose padding cannot be determined, a group
+            that does not divide them, or a model that cannot be run layer by layer or is quantized
             already.
     """
     for scheme in schemes:
@@ -89,7 +89,7 @@ def _round_layers(
     *,
     act_order: bool,
 ) -> None:
-    """Round the weights of all layers; what they were is put into `kept`."""
+    """Round the weights of all layers; the originals go into `kept`."""
     last = max(layer_of(name, found.layers) or 0 for name in modules)
     steps = Layerwise(model, [layer for _, layer in found.layers], work)
     for number in range(last + 1):
@@ -143,13 +143,13 @@ def _real_rows(x: Tensor, real: Tensor | None, name: str, *, flat: bool) -> Tens
     """The inputs of real tokens, (tokens, in).
 
     Args:
-        x: (B, N, in), or (B·N, in); without padding any tokens, those of an expert for example.
+        x: (B, N, in), or (B·N, in); without padding any tokens, for example those of an expert.
         real: (B, N) bool, or None for all.
         name: of the module.
-        flat: whether (B·N, in) are the tokens in their order.
+        flat: whether inputs of shape (B·N, in) are the tokens in order.
 
     Raises:
-        QuantizationError: some are padding, and which cannot be told.
+        QuantizationError: some are padding, and which ones cannot be determined.
     """
     if real is None or bool(real.all()):
         return x.flatten(0, -2)
@@ -165,33 +165,33 @@ def _real_rows(x: Tensor, real: Tensor | None, name: str, *, flat: bool) -> Tens
 def gptq_weight(
     weight: Tensor, hessian: Tensor, scheme: Scheme, name: str = "", *, act_order: bool = False
 ) -> Tensor:
-    """A weight matrix on the grids of a scheme, rounded so that W·X changes little.
+    """Round a weight matrix to the grids of a scheme so that W·X changes little.
 
-    A matrix's and a channel's grid is that of the weights as they are. A group's is made when its
-    first column is reached, of the weights as the errors have changed them by then; with
+    The grid of a matrix or a channel is made from the original weights. That of a group is made
+    when its first column is reached, from the weights as changed by the errors so far; with
     `act_order`, which scatters a group's columns, before anything is rounded.
 
     Args:
         weight: (out, in).
-        hessian: 2·X·Xᵀ of its inputs, (in, in) fp64. Where it has no Cholesky factor with 1 % of
-            the mean of its diagonal added there, ten times as much is tried, and so on up to the
-            mean itself. An input that is always zero is rounded to nearest; it counts in the mean
-            as 0, where the paper's code has 1 in whatever unit the inputs are.
+        hessian: 2·X·Xᵀ of its inputs, (in, in) fp64. If it has no Cholesky factor with 1 % of the
+            mean of its diagonal added to the diagonal, ten times as much is tried, and so on up to
+            the mean itself. Weights of an input that is always zero are rounded to nearest; it
+            counts as 0 in the mean, where the paper's code has 1 in whatever unit the inputs have.
         scheme: for `weights`.
         name: of the module, for messages.
-        act_order: columns in the order of falling diagonal of the Hessian.
+        act_order: take the columns by descending diagonal of the Hessian.
 
     Returns:
         (out, in) in the weight's dtype.
 
     Raises:
-        QuantizationError: NaN or infinity, a Hessian without a Cholesky factor even so, or a group
-            size that does not divide the inputs.
+        QuantizationError: NaN or infinity, a Hessian without a Cholesky factor even then, or a
+            group size that does not divide the inputs.
     """
     if not bool(torch.isfinite(hessian).all()):
         raise QuantizationError(f"NaN or infinity among the inputs of {name}")
     precise = torch.promote_types(weight.dtype, torch.float32)  # as rounding to nearest divides
-    left = weight.double()  # (out, in), what is to be rounded, with the errors so far
+    left = weight.double()  # (out, in), still to be rounded, with the errors so far
     size, count = scheme.group, left.shape[1]
     in_groups(left, size or count, name, scheme.site)
     order = torch.arange(count, device=left.device)
@@ -207,7 +207,7 @@ def gptq_weight(
     elif act_order:
         for g, part in enumerate(weight.split(size, 1)):
             known[g] = _grid(part.amin(1, keepdim=True), part.amax(1, keepdim=True), scheme, name)
-    # Blocks begin with a group, whose weights have all errors so far then.
+    # Blocks begin with a group, whose weights then contain all errors so far.
     step = _BLOCK if size is None else size * max(_BLOCK // size, 1)
     groups = (order // (size or count)).tolist()
     for first in range(0, count, step):

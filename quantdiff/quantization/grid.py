@@ -1,8 +1,8 @@
 """The integer grids that values are rounded to.
 
-Symmetric, b bits: integers −(2^(b−1)−1) … 2^(b−1)−1, step = absmax / (2^(b−1)−1), so that zero is
-exact and both signs are alike. Asymmetric: integers 0 … 2^b−1 with an integer zero point, over a
-range that holds zero. Steps are fp32, rounding is half to even, clamping is done in floating point.
+Symmetric, b bits: integers −(2^(b−1)−1) … 2^(b−1)−1, step = absmax / (2^(b−1)−1), so zero is exact
+and both signs are treated equally. Asymmetric: integers 0 … 2^b−1 with an integer zero point, over
+a range that includes zero. Steps are fp32, rounding is half to even, clamping is floating-point.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Grid:
 
     Attributes:
         step: fp32, greater than 0, of any shape that broadcasts with the values.
-        zero: fp32 integers, the grid's value of zero; 0 where it is symmetric.
+        zero: fp32 integers, the zero point; 0 for symmetric grids.
         low, high: the smallest and the largest integer.
     """
 
@@ -37,15 +37,15 @@ class Grid:
         """The grid of a range.
 
         Args:
-            least, most: ends of the range, any shape and floating dtype. Those of a group that
-                holds nothing may be +inf and −inf: its grid has the step 1.
+            least, most: ends of the range, any shape and floating dtype. Those of an empty group
+                may be +inf and −inf: its grid has step 1.
             bits: 2 or more.
             symmetric: whether the range is made symmetric.
 
         Raises:
             NoGridError: NaN, or an infinite range.
         """
-        # In fp64 until the end: absmax − absmin overflows fp16 and may overflow fp32.
+        # In fp64 until the end: most − least may overflow fp16 and fp32.
         least, most = least.double(), most.double()
         empty = least > most
         least = torch.where(empty, 0.0, least)
@@ -78,7 +78,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class RowGrids:
-    """A grid for each row of values, over what that row holds.
+    """A grid for each row of values, over the range of that row.
 
     Attributes:
         bits, symmetric: as in `Grid.of`.
@@ -103,7 +103,7 @@ class RowGrids:
 
 
 def _step(exact: Tensor) -> Tensor:
-    """As fp32, never 0: of a range of zeros it is 1, of one that underflows the least normal."""
+    """As fp32, never 0: 1 for a range of zeros, the smallest normal for one that underflows."""
     step = exact.float()
     tiny = torch.finfo(torch.float32).tiny
     return torch.where(exact == 0, 1.0, step.clamp(min=tiny))

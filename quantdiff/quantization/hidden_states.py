@@ -1,4 +1,4 @@
-"""The site `hidden_states`: the residual stream behind each decoder layer."""
+"""The site `hidden_states`: the residual stream after each decoder layer."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ __all__ = ["HiddenStates"]
 
 
 class HiddenStates:
-    """Rounds them in hooks.
+    """Rounds hidden states in hooks.
 
-    A range goes over one token (`token`) or over all real tokens of a sequence (`tensor`), or is
-    that of a calibration.
+    A range spans one token (`token`) or all real tokens of a sequence (`tensor`), or comes from a
+    calibration.
     """
 
     def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
@@ -37,18 +37,18 @@ class HiddenStates:
         self._handles: list[Any] = []
 
     def begin(self) -> None:
-        """From now on, until `end`."""
+        """Quantize from now on, until `end`."""
         for name, layer, scheme in self._layers:
             self._handles.append(layer.register_forward_hook(self._hook(name, scheme)))
 
     def end(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def check(self, now: Pass) -> None:
-        """Refuse a pass in which a layer was not seen.
+        """Refuse a pass in which a layer did not run.
 
         Raises:
             QuantizationError: names the first.

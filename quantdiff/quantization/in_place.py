@@ -1,4 +1,4 @@
-"""Rounding of a block of logits or weights, (H, n, m), in place."""
+"""In-place rounding of a block of logits or weights, (H, n, m)."""
 
 from collections.abc import Callable
 
@@ -33,20 +33,20 @@ def of_heads(x: Tensor, heads: Tensor | None, change: Callable[[Tensor], Tensor]
 
 
 def beyond(s: Tensor, grid: Grid, heads: Tensor | None) -> Tensor:
-    """Where `grid.clipped` says so, in some heads."""
+    """Where `grid.clipped` holds, in some heads."""
     outside = grid.clipped(s)
     return outside if heads is None else outside & heads[:, None, None]
 
 
 def may_clip(grid: Grid, clips: bool) -> bool:
-    """An asymmetric zero point is rounded, so that an end may stick out by one."""
+    """Whether to clamp: an asymmetric zero point is rounded, so an end may be exceeded by one."""
     return clips or grid.low == 0
 
 
 def row_extremes(s: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ends of a range that holds zero and the visible logits of each row, (H, n, 1).
+    """Least and largest logit of each row, (H, n, 1) each, with invisible ones set to 0 in place.
 
-    Every grid holds zero, so that what is not visible may be set to it, in place.
+    Every grid includes zero, so the added zeros do not change it.
     """
     if seen is not None:
         s.masked_fill_(~seen, 0.0)

@@ -1,10 +1,10 @@
 """The sites `keys` and `values`: what a quantized key-value cache holds.
 
-Keys are those that meet the queries, after their rotary embedding; what lies in a model's cache
-stays as it is, and is rounded anew in each attention call. For the granularities `token` and
-`group`, and for static ranges, that is the same as rounding once on the way into the cache; dynamic
-ranges over several tokens (`head`, `channel`) grow with the text. The newest tokens may stay as
-they are, for each query its own: a pass over a whole text then gives what a pass a token gives.
+Keys are rounded as the queries meet them, after their rotary embedding; the contents of a model's
+cache stay unchanged and are rounded anew in each attention call. For the granularities `token` and
+`group`, and for static ranges, this equals rounding once on the way into the cache; dynamic ranges
+over several tokens (`head`, `channel`) grow with the text. Each query's newest tokens may stay
+unrounded: one pass over a whole text then gives the same as one pass per token.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from quantdiff.quantization.seen import attended
 
 __all__ = ["Cached", "kept_keys", "newest_of", "rounded_heads", "unknown_cache"]
 
-# Over which dimensions of (B, G, M, D) a range goes.
+# The dimensions of (B, G, M, D) that a range spans.
 _OVER = {"head": (2, 3), "token": (3,), "channel": (2,)}
 
 
@@ -37,7 +37,7 @@ class Cached:
     Attributes:
         logits: with rounded keys.
         value: (B, G, M, w), rounded.
-        newest_keys, newest_values: those that a query meets as they are; None where it meets none.
+        newest_keys, newest_values: those that a query meets unrounded; None if there are none.
     """
 
     logits: Logits
@@ -48,7 +48,7 @@ class Cached:
     def arranged(
         self, of_keys: Callable[[Tensor], Tensor], of_values: Callable[[Tensor], Tensor]
     ) -> "Cached":
-        """The same call with its heads arranged anew."""
+        """The same call with its heads rearranged."""
         news = [
             None if newest is None else dataclasses.replace(newest, exact=arrange(newest.exact))
             for newest, arrange in ((self.newest_keys, of_keys), (self.newest_values, of_values))
@@ -60,17 +60,18 @@ class Cached:
 def kept_keys(logits: Logits, batch: Batch, name: str) -> Tensor:
     """Which keys of a call are real tokens, (B, M) bool.
 
-    The padding of something else, as an encoder, is told by the mask alone: nothing may attend it.
+    Padding of another sequence, such as an encoder's, is known by the mask alone: no query may
+    attend it.
 
     Raises:
-        QuantizationError: there are more keys than the pass knows of.
+        QuantizationError: a query may attend keys that the pass does not know of.
     """
     count = logits.key.shape[2]
     if logits.cross:
         return attended(logits.visible, count)
     kept = batch.kept[:, batch.key_offset(count) :]
     known = kept.shape[1]
-    if known < count:  # a cache of a fixed size has room behind the tokens, which nothing sees
+    if known < count:  # a fixed-size cache has room after the tokens, which nothing sees
         start, stop = logits.visible.start, logits.visible.stop
         if bool(((stop > start) & (stop > known)).any()):
             raise unknown_cache(name, count, known)
@@ -78,7 +79,7 @@ def kept_keys(logits: Logits, batch: Batch, name: str) -> Tensor:
 
 
 def unknown_cache(name: str, keys: int, known: int) -> QuantizationError:
-    """The refusal of keys that the pass under way does not know of."""
+    """The error for keys that the current pass does not know of."""
     return QuantizationError(
         f"{name} attends to {keys} keys where this forward pass knows of {known} tokens; a cache "
         "is to reach the model's forward as a transformers Cache"
@@ -93,21 +94,21 @@ def rounded_heads(
     numbers: Sequence[int] | None = None,
     ends: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Keys or values of the heads that a scheme is for on their grids, the others as they are.
+    """Round the keys or values of the heads that a scheme applies to; leave the others unchanged.
 
     Args:
         x: (B, G, M, D).
-        scheme: of `keys` or `values`, or None.
+        scheme: for `keys` or `values`, or None.
         kept: (B, M) bool, the real tokens, which set ranges; None for all.
         name: of the attention module.
-        numbers: of the heads in the order of the projection; None for that order, where heads that
-            are repeated for several query heads count once.
+        numbers: of the heads in the order of the projection; None for that order, in which heads
+            repeated for several query heads count once.
         ends: static ranges, (G, 1, 1) or (G, 1, D) each; None for dynamic ones.
 
     Raises:
-        QuantizationError: NaN or infinity, others than zeros where a static range is zero, or a
-            group that does not divide the channels.
-        UsageError: a head that is not there.
+        QuantizationError: NaN or infinity, nonzero values where a static range is zero, or a group
+            that does not divide the channels.
+        UsageError: a head that does not exist.
     """
     if scheme is None:
         return x
@@ -125,11 +126,11 @@ def rounded_heads(
 def newest_of(
     x: Tensor, scheme: Scheme | None, logits: Logits, batch: Batch, name: str
 ) -> Newest | None:
-    """Keys or values, (B, G, M, D), with the places of those that a query meets as they are.
+    """Keys or values, (B, G, M, D), with the places of those that a query meets unrounded.
 
     Raises:
-        QuantizationError: the keys are those of something else, of which none is newest, or a query
-            may attend tokens behind its own.
+        QuantizationError: the keys belong to another sequence, in which none is newest, or a query
+            may attend tokens after its own.
     """
     if scheme is None or not scheme.newest:
         return None
@@ -159,7 +160,7 @@ def _heads(
 ) -> Tensor:
     """x: (B, G, M, D); kept: (B, M) bool, the real tokens; heads: (G,) bool; None for all."""
     real = None if kept is None else kept.to(x.device)[:, None, :, None]
-    if heads is not None:  # what comes of the others is not used
+    if heads is not None:  # the results of the others are not used
         real = heads[:, None, None] if real is None else real & heads[:, None, None]
     if scheme.group is None:
         return rounded(x, _OVER[scheme.granularity], scheme, name, real, ends)

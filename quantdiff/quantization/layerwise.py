@@ -14,10 +14,10 @@ __all__ = ["Layerwise", "real_of"]
 
 
 def real_of(batch: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens of what a model is given are real, (B, N) bool; None for all.
+    """Which tokens of a batch are real, (B, N) bool; None for all.
 
     Raises:
-        QuantizationError: a mask by which padding cannot be told.
+        QuantizationError: a mask from which padding cannot be determined.
     """
     mask = padding_of(dict(batch))
     if mask is None and batch.get("attention_mask") is not None:
@@ -29,7 +29,7 @@ def real_of(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 class _Reached(Exception):  # noqa: N818  (no error: the rest of the pass is not wanted)
-    """The layer that was wanted has run."""
+    """The wanted layer has run."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -38,12 +38,12 @@ class _Reached(Exception):  # noqa: N818  (no error: the rest of the pass is not
 class Layerwise:
     """Runs one layer after the other over some batches.
 
-    The model's own forward prepares each layer's call, masks and rotary embeddings included; the
-    layers before the wanted one give what they gave when it was their turn, and the pass ends
-    behind it.
+    The model's own forward prepares each layer's call, including masks and rotary embeddings. All
+    layers before the current one return what the last of them gave in its turn, and the pass ends
+    after the current one.
 
     Attributes:
-        real: which tokens of the batch under way are real, (B, N) bool; None for all.
+        real: which tokens of the current batch are real, (B, N) bool; None for all.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class Layerwise:
     ) -> None:
         self._model, self._layers, self._work = model, layers, work
         self._at = 0
-        self._outputs: list[Any] = [None] * len(work)  # of the layer before, a batch each
+        self._outputs: list[Any] = [None] * len(work)  # of the previous layer, one per batch
         self.real: Tensor | None = None
 
     def look(self) -> None:
-        """Run the layer at hand, the first one at the start, over all batches.
+        """Run the current layer, at first layer 0, over all batches.
 
         Raises:
-            QuantizationError: it does not run in a pass of the model, or not without the layers
+            QuantizationError: it does not run in a pass of the model, or fails without the layers
                 before it.
         """
         for batch, before in zip(self._work, self._outputs, strict=True):
             self._output(batch, before)
 
     def advance(self) -> None:
-        """Run the layer at hand, as it is now, and go on to the next; raises what `look` does."""
+        """Run the current layer as it is now and go on to the next; raises what `look` does."""
         pairs = zip(self._work, self._outputs, strict=True)
         self._outputs = [self._output(batch, before) for batch, before in pairs]
         self._at += 1
@@ -84,7 +84,7 @@ class Layerwise:
 
     @contextmanager
     def _standing_in(self, before: Any) -> Iterator[None]:
-        """The layers before give `before`, and the one at hand ends the pass."""
+        """Make all earlier layers return `before`, and the current one end the pass."""
         wanted = self._layers[self._at]
         real = wanted.forward
 
@@ -94,7 +94,7 @@ class Layerwise:
             except (UsageError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                if not self._at:  # nothing stands in, so that the model itself fails
+                if not self._at:  # no layer is replaced, so the model itself fails
                     raise
                 raise QuantizationError(
                     f"layer {self._at} of {type(self._model).__name__} fails when the model is run "

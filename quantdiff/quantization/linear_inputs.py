@@ -1,4 +1,4 @@
-"""The site `linear_inputs`: what goes into the linear modules of the decoder's layers."""
+"""The site `linear_inputs`: inputs of the linear modules in the decoder's layers."""
 
 import threading
 import warnings
@@ -38,9 +38,9 @@ def linears(found: Found) -> dict[str, nn.Module]:
 def chosen_linears(
     found: Found, schemes: Schemes, site: str
 ) -> dict[str, tuple[nn.Module, Scheme]]:
-    """Those for whose layer there is a scheme of a site, with it.
+    """The linear modules whose layer has a scheme for a site, by name, with that scheme.
 
-    Weights in these layers that are no linear module's, as packed experts are, are warned of.
+    Warns of weights in these layers that belong to no linear module, such as packed experts.
     """
     modules = {}
     every = linears(found)
@@ -53,7 +53,7 @@ def chosen_linears(
 
 
 def _warn_of_others(found: Found, schemes: Schemes, site: str, taken: set[str]) -> None:
-    """Name the largest weight in the layers of a scheme that is of none of the modules taken."""
+    """Warn of weights in layers with a scheme that no taken module has, naming the largest."""
     others: dict[str, nn.Parameter] = {}
     for name, module in found.modules.items():
         layer = layer_of(name, found.layers)
@@ -65,7 +65,7 @@ def _warn_of_others(found: Found, schemes: Schemes, site: str, taken: set[str]) 
             if weight.is_floating_point() and weight.dim() > 1:
                 others[f"{name}.{own}"] = weight
     if others:
-        name = max(others, key=lambda name: others[name].numel())  # the first of equal ones
+        name = max(others, key=lambda name: others[name].numel())  # the first if several are equal
         warnings.warn(
             f"{name}, {tuple(others[name].shape)}, belongs to no linear module: {site} of it, and "
             "of others like it, are not quantized",
@@ -75,10 +75,10 @@ def _warn_of_others(found: Found, schemes: Schemes, site: str, taken: set[str]) 
 
 
 class LinearInputs:
-    """Rounds them in hooks.
+    """Rounds the inputs of linear modules in hooks.
 
-    A range goes over one token (`token`) or over all real tokens of a sequence (`tensor`), or is
-    that of a calibration.
+    A range spans one token (`token`) or all real tokens of a sequence (`tensor`), or comes from a
+    calibration.
     """
 
     def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
@@ -94,22 +94,22 @@ class LinearInputs:
         self._handles: list[Any] = []
 
     def begin(self) -> None:
-        """From now on, until `end`."""
+        """Quantize from now on, until `end`."""
         for name, (module, scheme) in self._modules.items():
             hook = self._hook(name, scheme)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def end(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def check(self, now: Pass) -> None:
-        """Refuse a pass in which none ran; one alone need not, as an expert without tokens.
+        """Refuse a pass in which none ran; single ones need not, such as an expert without tokens.
 
         Raises:
-            QuantizationError: says how many there are.
+            QuantizationError: states how many there are.
         """
         fired, self._local.fired = getattr(self._local, "fired", False), False
         if not fired:
@@ -133,7 +133,7 @@ class LinearInputs:
             return rounded(x, (-1,), scheme, name)
         if scheme.static:
             return rounded(x, (-1,), scheme, name, self._kept(x, name), self._ends[name])
-        if is_cross(name):  # an encoder's tokens may be just as many
+        if is_cross(name):  # an encoder may have just as many tokens
             raise QuantizationError(
                 f"the inputs of {name} may be those of another sequence, whose padding is not "
                 "known, so that a range of each sequence cannot be told; use the granularity token"
@@ -151,6 +151,6 @@ class LinearInputs:
         )
 
     def _kept(self, x: Tensor, name: str) -> Tensor | None:
-        """Which of its tokens are real, where they are those of the pass; None for all."""
+        """Which tokens of x are real, if they are those of the pass; else None, for all."""
         real = self._runs.current(name).batch.real.to(x.device)
         return real[..., None] if x.shape[:-1] == real.shape else None

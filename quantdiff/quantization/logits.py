@@ -47,8 +47,8 @@ def softmax_of(
         newest: keys that queries meet in place of those of `logits`, or None.
 
     Raises:
-        QuantizationError: NaN or infinity among the logits that count, or others than zeros where
-            a static range is zero.
+        QuantizationError: NaN or infinity among the logits that count, or nonzero logits where a
+            static range is zero.
     """
     given = (logits.scale, logits.visible, logits.softcap, logits.bias)
     if scheme is None:
@@ -90,7 +90,7 @@ def _check_seen(
     heads: NDArray[Any] | None,
     newest: Newest | None,
 ) -> None:
-    """Refuse logits where the calibration has seen none, or zeros alone; least, most: (1, H)."""
+    """Refuse nonzero logits where the calibration saw none or only zeros; least, most: (1, H)."""
     empty = (least == 0) & (most == 0)
     if scheme.heads is not None:
         numbers = range(empty.shape[1]) if heads is None else heads.tolist()

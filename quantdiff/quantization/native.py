@@ -47,7 +47,7 @@ def _library() -> Any:
 
 
 def available() -> bool:
-    """Whether the compiled rounding was built; without it plain torch serves."""
+    """Whether the compiled rounding was built; without it, plain torch is used."""
     return _library() is not None
 
 
@@ -59,14 +59,14 @@ def round_rows(
     Args:
         x: (H, n, m) fp32 on the CPU, contiguous.
         start, stop: (n,) int32, contiguous: row i sees the keys start ≤ key < stop.
-        grid: one a head, (H, 1, 1); or one a row, from that row's own values.
-        clips: whether the grid may end before the values do.
+        grid: one per head, (H, 1, 1); or one per row, from that row's own values.
+        clips: whether values may lie beyond the grid.
 
     Returns:
         How many values of each head were clipped, (H,).
 
     Raises:
-        NoGridError: the range of a row is not finite, or a value where the grid may clip it.
+        NoGridError: a row's own range, or a value that the grid may clip, is not finite.
     """
     heads, rows, keys = x.shape
     own = isinstance(grid, RowGrids)

@@ -1,4 +1,4 @@
-"""The newest keys and values, which a query meets as they are: a window that slides with it."""
+"""The newest keys and values, which a query meets unrounded: a window that slides with it."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,18 @@ __all__ = ["Met", "Newest", "first_exact"]
 
 @dataclass(frozen=True, eq=False)
 class Newest:
-    """What of a call's keys, or of its values, is not rounded.
+    """The part of a call's keys, or of its values, that is not rounded.
 
     Attributes:
         exact: (B, G, M, D), as they were before rounding.
-        first: (B, N) int32; query n meets those at m ≥ first as they are.
+        first: (B, N) int32; query n meets those at m ≥ first unrounded.
     """
 
     exact: Tensor
     first: Tensor
 
     def apart(self, visible: Visible) -> tuple[Visible, Visible]:
-        """Of what each query may attend, the part that is rounded and the part that is not."""
+        """The rounded and the unrounded part of what each query may attend."""
         first = self.first.to(visible.stop.device)
         return (
             Visible(visible.start, torch.minimum(visible.stop, first), visible.mask),
@@ -36,15 +36,15 @@ def first_exact(batch: Batch, keys: int, newest: int) -> Tensor:
     """Where the newest tokens of each query begin among the keys of a call.
 
     Args:
-        batch: the tokens of the pass; padding has no place among them.
+        batch: the tokens of the pass; padding does not count.
         keys: M.
-        newest: how many tokens, up to the query's own, are met as they are.
+        newest: how many tokens, up to the query's own, are met unrounded.
 
     Returns:
-        (B, N) int32: those of the query at place i begin behind the place i − newest.
+        (B, N) int32: those of the query at place i begin after place i − newest.
     """
-    places = torch.from_numpy(batch.positions)  # (B, past + N), never falling
-    known = places[:, batch.key_offset(keys) :].contiguous()  # a fixed cache has room behind them
+    places = torch.from_numpy(batch.positions)  # (B, past + N), non-decreasing
+    known = places[:, batch.key_offset(keys) :].contiguous()  # a fixed cache has room after them
     last = (places[:, batch.past :] - newest).contiguous()
     return torch.searchsorted(known, last, right=True).int()
 
@@ -55,8 +55,8 @@ class Met:
 
     Attributes:
         rounded: (G, M, D).
-        exact: (G, M, D), those that are met as they are; None where all are rounded.
-        first: (N,), from which on they are.
+        exact: (G, M, D), those that are met unrounded; None where all are rounded.
+        first: (N,), from which key on each query meets `exact`.
     """
 
     rounded: Tensor
@@ -67,7 +67,7 @@ class Met:
     def of(
         cls, b: int, rounded: Tensor, exact: Tensor | None, first: Tensor | None, dtype: torch.dtype
     ) -> "Met":
-        """Those of sequence b of some (B, G, M, D)."""
+        """Those of sequence b, of tensors (B, G, M, D)."""
         if exact is None or first is None:
             return cls(rounded[b].to(dtype))
         return cls(rounded[b].to(dtype), exact[b].to(dtype), first[b].to(exact.device))
@@ -78,8 +78,8 @@ class Met:
         Args:
             x: (H, n, D), those of the queries `rows`.
             rows: of the queries.
-            keys: m, so many of the keys.
-            room: where the result lies, if given.
+            keys: m, how many of the keys.
+            room: memory for the result, or None.
         """
         found = _product(x, self.rounded[:, :keys].mT, room)
         if self.exact is not None:
@@ -89,7 +89,7 @@ class Met:
         return found
 
     def weighed(self, weights: Tensor, rows: slice) -> Tensor:
-        """Sums of the values that each row meets by its weights, (H, n, m): (H, n, D)."""
+        """Sums of the values that each row meets, weighted by (H, n, m): (H, n, D)."""
         keys = weights.shape[-1]
         if self.exact is None:
             return _product(weights, self.rounded[:, :keys])
@@ -97,7 +97,7 @@ class Met:
         return _product(older, self.rounded[:, :keys]) + _product(new, self.exact[:, low:keys])
 
     def add_gradients(self, of: "Met", x: Tensor, y: Tensor, rows: slice) -> None:
-        """Add xᵀ·y, of x (H, n, m) and y (H, n, D), to the gradients `of` what was met."""
+        """Add xᵀ·y, for x (H, n, m) and y (H, n, D), to the gradients `of` what was met."""
         keys, groups = x.shape[-1], len(self.rounded)
         if of.exact is None:
             of.rounded[:, :keys] += _grouped(x.mT @ y, groups)
@@ -107,14 +107,14 @@ class Met:
         of.exact[:, low:keys] += _grouped(new.mT @ y, groups)
 
     def _split(self, x: Tensor, rows: slice) -> tuple[int, Tensor, Tensor]:
-        """x, (H, n, m), where it stands for rounded ones, and from a column on for the others."""
+        """First exact column; x, (H, n, m), at rounded ones; x from there on at exact ones."""
         low, fresh = self._fresh(rows, x.shape[-1])
         older = x.clone()
         older[..., low:].masked_fill_(fresh, 0.0)
         return low, older, x[..., low:].masked_fill(~fresh, 0.0)
 
     def _fresh(self, rows: slice, keys: int) -> tuple[int, Tensor]:
-        """The first column that any row meets as it is, and from there which ones, (n, m − low)."""
+        """First column that any row meets unrounded, and from there which ones, (n, m − low)."""
         assert self.first is not None
         begin = self.first[rows]  # (n,)
         low = min(int(begin.min()), keys)

@@ -1,8 +1,8 @@
 """Signal and quantization noise of attention: logits, maps, and the maps' difference.
 
-Each module is given the queries and keys that it really meets, so that what is measured is its own
-rounding alone, whatever was rounded before it. Noise is the quantized value minus the plain one;
-both are summed as squares in fp64 over what may be attended.
+Each module is measured on the queries and keys that actually reach it, so that only its own
+rounding counts, whatever was rounded before it. Noise is the quantized value minus the plain one;
+the squares of noise and signal are summed in fp64 over what may be attended.
 """
 
 import math
@@ -39,11 +39,11 @@ class Energies:
 
     Attributes:
         name, layer: of the site.
-        heads: kind -> its heads. Of standard heads the kinds are `logits` and `softmax`; of
-            differential ones `logits`, `branch 1`, `branch 2` and `difference`, with map 1's heads.
+        heads: kind -> its heads. Standard heads have the kinds `logits` and `softmax`; differential
+            ones `logits`, `branch 1`, `branch 2` and `difference`, with the heads of map 1.
         signal, noise: kind -> (heads,) fp64.
         independent: of the difference, noise 1 + λ²·noise 2, summed entry by entry: its noise if
-            the errors of its two maps had nothing to do with each other.
+            the errors of its two maps were independent.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Energies:
             sums[kind] = sums.get(kind, 0.0) + own
 
     def ratio(self, kind: str) -> float:
-        """Signal to noise of all heads together; infinite without noise."""
+        """Signal-to-noise ratio of all heads together; infinite without noise."""
         noise = float(self.noise[kind].sum())
         return float(self.signal[kind].sum()) / noise if noise else math.inf
 
     @property
     def cancellation(self) -> float | None:
-        """Noise of the difference over that of independent errors, 1 where they are independent.
+        """Noise of the difference over that of independent errors; 1 if errors are independent.
 
         Less where the subtraction cancels them, more where it adds them up; None for standard heads
         or without noise.
@@ -84,7 +84,8 @@ def decibels(ratio: float) -> float:
 class NoiseRecorder:
     """Measures, within a context, what a scheme would do to each attention module of a model.
 
-    The model computes as it does without: quantize it in a context of its own, before or after.
+    The model's own computation is unchanged; to quantize it too, enter a `fake_quantize` context
+    before or after.
 
     Args:
         model: any that can be recorded.
@@ -92,8 +93,8 @@ class NoiseRecorder:
         table: static ranges.
 
     Raises:
-        UsageError: a scheme of another site, of some layers or heads, of 16 bits, or a static one
-            without a table.
+        UsageError: a scheme for another site, for some layers or heads only, of 16 bits, or a
+            static one without a table.
     """
 
     def __init__(self, model: torch.nn.Module, scheme: Scheme, table: Table | None = None) -> None:
@@ -155,7 +156,7 @@ class _Noise(WhenDone):
         with torch.autocast(query.device.type, enabled=False):
             for b in range(len(query)):
                 for rows, plain, rounded, seen in _blocks(query[b], key[b], softmax, b):
-                    site.add("logits", plain, rounded)  # a grid holds zero
+                    site.add("logits", plain, rounded)  # a grid includes zero
                     maps = [_maps(x, seen, call.sinks) for x in (plain, rounded)]
                     if pairs is None or lam is None:
                         site.add("softmax", *maps)
@@ -208,7 +209,7 @@ def _blocks(
 
 
 def _maps(s: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over what is seen, zeros elsewhere."""
+    """Softmax over the visible logits, zeros elsewhere."""
     s = s.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks.to(s)[:, None, None].expand(*s.shape[:2], 1)

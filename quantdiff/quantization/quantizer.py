@@ -1,4 +1,4 @@
-"""`fake_quantize`: a model computes with quantized values for the time of a `with` block."""
+"""`fake_quantize`: a model computes with quantized values within a `with` block."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from quantdiff.quantization.weights import Weights
 __all__ = ["FakeQuantizer", "fake_quantize", "found_in", "is_quantized", "refuse_quantized"]
 
 ATTENTION = ("keys", "attention_logits", "attention_maps", "values")  # of one attention call
-# Sites with hooks of their own, by name; each is made of (found, runs, schemes, table).
+# Sites with their own hooks, by name; each is made from (found, runs, schemes, table).
 PARTS: dict[str, Any] = {
     "linear_inputs": LinearInputs,
     "hidden_states": HiddenStates,
@@ -52,7 +52,7 @@ class _Runs(Runs):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a forward, but not one that is to return what is not computed."""
+        """Run a forward; refuse one that is asked to return what is not computed."""
         told = arguments(forward, args, kwargs).get("output_attentions")
         if told is None:
             told = getattr(getattr(module, "config", None), "output_attentions", False)
@@ -65,12 +65,12 @@ class _Runs(Runs):
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether a context quantizes the model, or a part of it, now."""
+    """Whether a context currently quantizes the model or a part of it."""
     return any(is_entered(module, _Runs) for module in model.modules())
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuse to change what is quantized: rounded weights would be changed, to no effect.
+    """Refuse to change a quantized model: changes to rounded weights would have no effect.
 
     Raises:
         QuantizationError: a context quantizes the model.
@@ -85,7 +85,7 @@ def found_in(model: nn.Module) -> Found:
     """The modules of a model that is to be quantized.
 
     Raises:
-        QuantizationError: they are not found without being named, which is for recordings alone.
+        QuantizationError: they are only found by name, which only recordings support.
     """
     try:
         return Found(model, None)
@@ -97,13 +97,13 @@ def found_in(model: nn.Module) -> Found:
 
 
 class FakeQuantizer:
-    """Quantizes a model while it is entered as a context. See `fake_quantize`.
+    """A context that quantizes a model. See `fake_quantize`.
 
     Attributes:
-        schemes: what is done; those that change nothing are left out.
+        schemes: those in use, without those that change nothing.
         table: the static ranges that were given, or None.
-        clipping: attention site -> how many logits were clipped since the context was entered,
-            where they are counted; of heads that are one head repeated, every repetition counts.
+        clipping: attention site -> how many logits were clipped since the context was entered, if
+            they are counted; where heads are one head repeated, every repetition counts.
     """
 
     def __init__(
@@ -197,27 +197,27 @@ def fake_quantize(
     table: Table | None = None,
     count_clipped: bool = False,
 ) -> FakeQuantizer:
-    """Compute a model with quantized values within a `with` block.
+    """Run a model with quantized values within a `with` block.
 
-    Attention logits are rounded to their grid between q·kᵀ and softmax, for every backend; no
-    tensor of n×n elements is held. Gradients are straight-through.
+    Attention logits are rounded to their grid between q·kᵀ and softmax, for every backend; no n×n
+    tensor is held. Gradients are straight-through.
 
     Args:
         model: a transformers model whose attention goes through the attention dispatch, one with
             modules of `quantdiff.attention`, or one that calls scaled_dot_product_attention or
             flash-attn.
-        schemes: one a site, or several for different layers; 16 bits, or none, change nothing.
+        schemes: one per site, or several for different layers; none, or 16 bits, change nothing.
         table: static ranges, from `quantdiff.calibrate`.
-        count_clipped: whether the context's `clipping` tells how many logits were clipped.
+        count_clipped: whether the context's `clipping` counts clipped logits.
 
     Returns:
-        A context; the model computes as before when it is left, also by an exception.
+        A context; once it is left, also by an exception, the model computes as before.
 
     Raises:
         UsageError: two schemes for one site, a static range without a table, or the table of
             another model.
-        QuantizationError: the model cannot be quantized rightly, lacks the site, or is quantized
+        QuantizationError: the model cannot be quantized correctly, lacks the site, or is quantized
             already.
-        RecordingError: in a forward pass, a mask or a keyword that is not known.
+        RecordingError: in a forward pass, an unknown mask or keyword.
     """
     return FakeQuantizer(model, schemes, table, count_clipped=count_clipped)

@@ -1,7 +1,7 @@
-"""Remedies against outliers that leave a model's function as it is: migration and rotation.
+"""Remedies against outliers that leave a model's function unchanged: migration and rotation.
 
-Both change weights in place for the time of a context. Neither touches q·kᵀ: queries and keys come
-out of their projections as before, so that they cannot help the attention logits.
+Both change weights in place within a context. Neither affects q·kᵀ: projections give the same
+queries and keys as before, so neither helps the attention logits.
 """
 
 import math
@@ -19,7 +19,7 @@ from quantdiff.quantization.residual import Residual, residual_of, restored
 
 __all__ = ["orthogonal", "rotated", "smoothed"]
 
-# In units of the largest logit; norms compute in fp32 whatever the model's dtype.
+# Relative to the largest logit; norms compute in fp32 whatever the model's dtype.
 _CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}
 
 
@@ -30,18 +30,18 @@ def smoothed(
     """Move outlier channels of the linear modules' inputs into their weights.
 
     SmoothQuant (arXiv 2211.10438, equation 4): channel j of the input is divided by
-    s_j = max|X_j|^α / max|W_j|^(1−α) and the weight's column multiplied by it. Done behind both
+    s_j = max|X_j|^α / max|W_j|^(1−α) and the weight's column multiplied by it. Applied after both
     norms of a layer, and between up_proj and down_proj.
 
     Args:
         model: Llama-like; Llama, DiffLlama and DIFF V2 are.
-        batches: what the model takes, to see how large the channels get; padding does not count.
-        alpha: in [0, 1]; 0 leaves all to the activations, 1 to the weights.
+        batches: inputs of the model, to measure the channels; padding does not count.
+        alpha: in [0, 1]; 0 puts all difficulty on the activations, 1 on the weights.
 
     Raises:
         UsageError: α outside [0, 1], or no batches.
-        QuantizationError: a model that is built otherwise, whose function changed, or that is
-            quantized already; a batch whose padding cannot be told.
+        QuantizationError: a model that is built differently, whose function changed, or that is
+            quantized already; a batch whose padding cannot be determined.
     """
     if not 0 <= alpha <= 1:
         raise UsageError(f"alpha lies in [0, 1], not {alpha}")
@@ -70,19 +70,19 @@ def smoothed(
 
 @contextmanager
 def rotated(model: Any, batch: Mapping[str, Any] | None = None, *, seed: int = 0) -> Iterator[None]:
-    """Rotate the residual stream, which spreads an outlier channel over all of them.
+    """Rotate the residual stream, which spreads an outlier channel over all channels.
 
-    As QuaRot (arXiv 2404.00456) and SliceGPT do: the norms' weights go into the modules that read
-    them, then what reads the stream is multiplied by an orthogonal Q and what writes to it by its
-    transpose. A tied output head is untied for the time.
+    As in QuaRot (arXiv 2404.00456) and SliceGPT, the norms' weights are folded into the modules
+    after them; then the weights that read the stream are multiplied by an orthogonal Q and those
+    that write to it by its transpose. A tied output head is untied meanwhile.
 
     Args:
         model: Llama-like; Llama, DiffLlama and DIFF V2 are.
-        batch: on which it is checked that the function is unchanged; some tokens by default.
+        batch: for checking that the function is unchanged; some tokens by default.
         seed: of the random signs of Q's rows.
 
     Raises:
-        QuantizationError: a model that is built otherwise, whose function changed, or that is
+        QuantizationError: a model that is built differently, whose function changed, or that is
             quantized already.
     """
     refuse_quantized(model)
@@ -111,8 +111,8 @@ def rotated(model: Any, batch: Mapping[str, Any] | None = None, *, seed: int = 0
 def orthogonal(width: int, seed: int = 0) -> Tensor:
     """An orthogonal matrix that mixes all channels about equally, (width, width) fp64.
 
-    A Hadamard matrix of the largest power of two that divides the width, times (Kronecker) the
-    cosine transform of what is left, which is 1 for powers of two; its rows have random signs.
+    The Kronecker product of a Hadamard matrix, for the largest power of two that divides the width,
+    and a cosine transform for the remaining factor (1 for powers of two); rows have random signs.
     """
     odd = width
     while odd % 2 == 0:
@@ -135,7 +135,7 @@ def _times(weight: Tensor, q: Tensor) -> Tensor:
 
 
 def _fold(parts: Residual) -> None:
-    """Put the norms' weights into the modules behind them."""
+    """Fold the norms' weights into the modules after them."""
     behind = [(block.norm, list(block.readers.values())) for block in parts.blocks]
     for norm, readers in [*behind, (parts.last, [parts.head])]:
         for reader in readers:
@@ -145,7 +145,7 @@ def _fold(parts: Residual) -> None:
 
 
 def _factors(most: Tensor, weights: list[Any], alpha: float) -> Tensor:
-    """s, fp64; 1 where a channel is always zero, or its weights are."""
+    """s, fp64; 1 where a channel is always zero, or all its weights are."""
     columns = torch.stack([w.double().abs().amax(0) for w in weights]).amax(0)
     s = most.double() ** alpha / columns ** (1 - alpha)
     return torch.where((most > 0) & (columns > 0), s, 1.0)
@@ -178,7 +178,7 @@ def _largest(model: Any, parts: Residual, work: list[Mapping[str, Any]]) -> dict
 
 @contextmanager
 def _unchanged(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse what changes the model's logits by more than rounding."""
+    """Refuse changes within that alter the model's logits by more than rounding."""
     before = model(**batch).logits
     yield
     after = model(**batch).logits

@@ -21,13 +21,13 @@ _ACT_ORDER = "act_order"
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that is done to a model before it is quantized.
+    """One step applied to a model before it is quantized.
 
     Attributes:
-        spelt: from what stands behind the name's colon, which may be nothing, to how it is
-            written; raises UsageError.
-        context: from a model, batches of text, the schemes for its weights, and the parameter as
-            it is written, to a context.
+        spelt: maps what follows the name's colon, which may be nothing, to its standard spelling;
+            raises UsageError.
+        context: makes a context from a model, batches of text, the schemes for its weights, and
+            the parameter in that spelling.
         reads: whether it needs text.
         rounds: whether it rounds the weights itself.
     """
@@ -62,8 +62,8 @@ def _columns(given: str) -> str:
     return given
 
 
-# In the order in which they go together: folding the norms into what reads them, a rotation would
-# take a migration back, and rounded weights must not be changed.
+# In the order in which they combine: a rotation folds the norms into the modules after them, which
+# would undo a migration, and rounded weights must not be changed.
 STEPS: dict[str, Step] = {
     "rotate": Step(
         _no_parameter, lambda model, work, *_: rotated(model, work[0] if work else None)
@@ -84,46 +84,46 @@ STEPS: dict[str, Step] = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is done to a model before it is quantized.
+    """The steps applied to a model before it is quantized.
 
     Attributes:
-        steps: names in `STEPS` and their parameters, in order; none for the model as it is.
+        steps: names in `STEPS` and their parameters, in order; none for the unchanged model.
     """
 
     steps: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
-        """For example `rotate+smooth:0.5`; `none` for the model as it is."""
+        """The name, such as `rotate+smooth:0.5`; `none` for the unchanged model."""
         told = (f"{name}:{parameter}" if parameter else name for name, parameter in self.steps)
         return "+".join(told) or "none"
 
     @property
     def reads(self) -> bool:
-        """Whether it needs text, to see what goes into the linear modules."""
+        """Whether it needs text, to measure the inputs of linear modules."""
         return any(STEPS[name].reads for name, _ in self.steps)
 
     @property
     def rotates(self) -> bool:
-        """Whether hidden states are others within."""
+        """Whether it changes the hidden states."""
         return "rotate" in dict(self.steps)
 
     def weights(self, schemes: Sequence[Scheme]) -> tuple[Scheme, ...]:
-        """The schemes that it rounds the weights by itself with, of some."""
+        """Those of `schemes` with which it rounds the weights itself."""
         if not any(STEPS[name].rounds for name, _ in self.steps):
             return ()
         return tuple(scheme for scheme in schemes if scheme.site == "weights" and scheme.quantizes)
 
     def left(self, schemes: Sequence[Scheme]) -> tuple[Scheme, ...]:
-        """The schemes that `fake_quantize` is to be given within."""
+        """Those of `schemes` that remain for `fake_quantize` within the context."""
         own = self.weights(schemes)
         return tuple(scheme for scheme in schemes if scheme not in own)
 
     def check(self, schemes: Sequence[Scheme]) -> None:
-        """Refuse schemes that it has nothing to do with.
+        """Refuse schemes without one for weights if it rounds weights.
 
         Raises:
-            UsageError: says why.
+            UsageError: states this.
         """
         rounds = any(STEPS[name].rounds for name, _ in self.steps)
         if rounds and not self.weights(schemes):
@@ -133,13 +133,13 @@ class Remedy:
     def applied(
         self, model: nn.Module, batches: Batches, schemes: Sequence[Scheme]
     ) -> Iterator[None]:
-        """The model with the remedy, for the time of a context.
+        """Apply the remedy to the model within a context.
 
         Args:
             model: as `smoothed`, `rotated` and `gptq_rounded` take it.
-            batches: of text, on the model's device; unused where it does not read.
-            schemes: what the model is then quantized by; `fake_quantize` is to be given those that
-                are `left`.
+            batches: of text, on the model's device; may be empty unless it `reads`.
+            schemes: what the model is then quantized with; pass those that are `left` to
+                `fake_quantize`.
 
         Raises:
             UsageError: as `check` and the contexts of the steps.
@@ -157,14 +157,14 @@ NONE = Remedy()
 
 
 def remedy(name: str) -> Remedy:
-    """The remedy of a name.
+    """The remedy with a given name.
 
     Args:
         name: `none`; `rotate`; `smooth`, also with its α, `smooth:0.8`; `gptq`, also
             `gptq:act_order`; or sums in this order, such as `rotate+smooth:0.8`.
 
     Raises:
-        UsageError: what is not known, or another order.
+        UsageError: an unknown name or parameter, or another order.
     """
     if name == "none":
         return NONE

@@ -24,7 +24,7 @@ _WRITE = ("self_attn.o_proj", "mlp.down_proj")
 
 @dataclass(eq=False)
 class Block:
-    """A norm and the linear modules that read what it gives.
+    """A norm and the linear modules that read its output.
 
     Attributes:
         norm: an RMS norm with a weight.
@@ -37,7 +37,7 @@ class Block:
 
 @dataclass(eq=False)
 class Residual:
-    """All that touches the residual stream.
+    """Everything that touches the residual stream.
 
     Attributes:
         embedding, head: of tokens; they may share their weight.
@@ -62,10 +62,10 @@ class Residual:
 
 
 def residual_of(model: Any) -> Residual:
-    """Find them.
+    """Find what touches the residual stream of a model.
 
     Raises:
-        QuantizationError: the model is built otherwise.
+        QuantizationError: the model is built differently.
     """
     found = Found(model, None)
 
@@ -104,7 +104,7 @@ def residual_of(model: Any) -> Residual:
 
 
 def _is_rms(module: Any) -> bool:
-    """Whether it is x / rms(x) · weight, tried out."""
+    """Whether a module computes x / rms(x) · weight, by trying it out."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or getattr(module, "bias", None) is not None:
         return False
@@ -118,7 +118,7 @@ def _is_rms(module: Any) -> bool:
 
 @contextmanager
 def restored(parts: Residual) -> Iterator[None]:
-    """Within, weights may be changed in place and the head untied; afterwards all is as before."""
+    """Allow in-place changes of weights within, with the head untied; restore all afterwards."""
     modules: list[Any] = [parts.embedding, parts.head, parts.last, *parts.writers.values()]
     for block in parts.blocks:
         modules += [block.norm, *block.readers.values()]

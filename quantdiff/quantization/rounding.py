@@ -17,12 +17,12 @@ __all__ = ["in_groups", "never_seen", "real_tokens", "rounded"]
 class _StraightThrough(torch.autograd.Function):
     """The rounded values, with the gradient of the plain ones.
 
-    x + (rounded − x) would not be the rounded value where x is much larger, as a clipped one is.
+    x + (rounded − x) would not be the rounded value where x is much larger, as when it is clipped.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: Tensor) -> Tensor:
-        return found.clone()  # an input that is given back could not be changed in place
+        return found.clone()  # a returned input could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -37,28 +37,28 @@ def rounded(
     kept: Tensor | None = None,
     ends: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The values of a tensor on their grids.
+    """Round the values of a tensor to their grids.
 
     Args:
         x: any shape, floating.
-        over: the dimensions that share a dynamic range, any for static ones.
+        over: the dimensions that a dynamic range spans; any for static ranges.
         scheme: its bits and symmetry are used.
         name: of the site, for messages.
-        kept: bool, broadcastable to x: what may set a dynamic range; the rest is rounded too, and
-            clipped.
+        kept: bool, broadcastable to x: what may set a dynamic range; the rest is rounded and
+            clipped too.
         ends: least and largest value of static ranges, broadcastable to x; None for dynamic ones.
 
     Returns:
         As x, in its dtype. Its gradient goes to x unchanged.
 
     Raises:
-        QuantizationError: NaN or infinity among the values, but for those that are not kept, or
-            others than zeros where a static range holds nothing but zero.
+        QuantizationError: NaN or infinity among the values that are kept, or nonzero ones where a
+            static range contains only zero.
     """
     values = x.detach()
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
-    # A range holds zero, so that what does not count may be set to it.
+    # A range includes zero, so what does not count may be set to it.
     inside = values if kept is None else torch.where(kept, values, 0.0)
     least, most = inside.amin(tuple(over), keepdim=True), inside.amax(tuple(over), keepdim=True)
     try:
@@ -77,7 +77,7 @@ def rounded(
 
 
 def _check_seen(x: Tensor, least: Tensor, most: Tensor, scheme: Scheme, name: str) -> None:
-    """Refuse values where the calibration has seen none, or zeros alone.
+    """Refuse nonzero values where the calibration saw none or only zeros.
 
     Raises:
         QuantizationError: names the module.
@@ -88,7 +88,7 @@ def _check_seen(x: Tensor, least: Tensor, most: Tensor, scheme: Scheme, name: st
 
 
 def never_seen(scheme: Scheme, where: str) -> QuantizationError:
-    """The refusal of values where a static range holds nothing but zero."""
+    """The error for nonzero values where a static range contains only zero."""
     if scheme.percentile is not None and scheme.percentile < 100:
         return QuantizationError(
             f"more than {scheme.percentile:g} % of the {scheme.site} of {where} were zeros in the "
@@ -102,10 +102,10 @@ def never_seen(scheme: Scheme, where: str) -> QuantizationError:
 
 
 def real_tokens(now: Pass, site: str) -> Tensor:
-    """Which tokens of a pass are no padding, (B, N) bool.
+    """Which tokens of a pass are not padding, (B, N) bool.
 
     Raises:
-        QuantizationError: only a ready mask was given, by which padding cannot be told yet.
+        QuantizationError: only a ready mask was given, which does not reveal padding yet.
     """
     if now.ready_mask and not now.batch.told:
         raise QuantizationError(
@@ -116,7 +116,7 @@ def real_tokens(now: Pass, site: str) -> Tensor:
 
 
 def in_groups(x: Tensor, size: int, name: str, site: str) -> Tensor:
-    """The last dimension in groups, (…, groups, size).
+    """Split the last dimension into groups, (…, groups, size).
 
     Raises:
         QuantizationError: the size does not divide it.

@@ -7,7 +7,7 @@ from quantdiff.errors import UsageError
 
 __all__ = ["RANGES", "SITES", "STATIC", "Scheme"]
 
-# Site -> granularities that it knows; `group` is written with its size, as in `group:64`.
+# Site -> granularities that it supports; `group` is written with its size, as in `group:64`.
 SITES: dict[str, tuple[str, ...]] = {
     "attention_logits": ("tensor", "head", "row"),
     "attention_maps": ("tensor", "head", "row"),
@@ -50,23 +50,23 @@ class Scheme:
         range: `dynamic`, from the tensor itself, or static, from a calibration: `absmax`,
             `percentile` (also `percentile:99.99`), `mse`, `entropy`.
         granularity: what shares a range. `tensor`: a layer's values of one sequence, all heads and
-            branches, or a weight matrix; `head`; `row`, one query, and `token`; `channel`, of keys
-            and values one head's over all tokens, of weights one output; `group:64`, so many
-            neighbouring channels of a token, or inputs of an output. Left out, it is the first
-            that the site and the range know: `tensor`, or of keys and values `token`, `head` where
-            the range is static.
-        symmetric: whether the grid is; False for `attention_maps` whatever is given, since their
-            grid begins at zero.
-        layers: numbers of the layers that it is for, from 0; None for all.
-        heads: numbers of the heads that it is for, from 0, in the order of the projection; None for
-            all. Those of logits and maps are query heads, those of keys and values key-value heads.
+            branches, or a weight matrix; `head`; `row`, one query, and `token`; `channel`, for keys
+            and values one channel of a head over all tokens, for weights one output; `group:64`,
+            that many neighbouring channels of a token, or inputs of an output. If omitted, it is
+            the first that the site and the range support: `tensor`, or for keys and values `token`,
+            `head` if the range is static.
+        symmetric: whether the grid is symmetric; always False for `attention_maps`, whose grid
+            begins at zero.
+        layers: numbers of the layers that it applies to, from 0; None for all.
+        heads: numbers of the heads that it applies to, from 0, in the order of the projection; None
+            for all. They are query heads for logits and maps, key-value heads for keys and values.
             Ranges are those of the same scheme for all heads.
-        newest: of keys and values, how many tokens, up to its own, a query meets as they are: the
+        newest: for keys and values, how many tokens, up to its own, a query meets unrounded: the
             residual window of KIVI (arXiv 2402.02750). Ranges are those of the same scheme with 0:
             those over all tokens (`head`, `channel`) span the newest too.
 
     Raises:
-        UsageError: names the entry that is not known or does not go with the others.
+        UsageError: names the entry that is unknown or does not fit the others.
     """
 
     site: str
@@ -86,7 +86,7 @@ class Scheme:
                 raise UsageError(f"the {name} of a scheme is a word, not {getattr(self, name)!r}")
         if self.bits not in BITS or type(self.bits) is not int:
             raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
-        if self.site == "attention_maps":  # the same thing is to have one name
+        if self.site == "attention_maps":  # equal schemes are to compare equal
             object.__setattr__(self, "symmetric", False)
         self._check_granularity()
         self._check_numbers("layers")
@@ -168,7 +168,7 @@ class Scheme:
 
     @property
     def percentile(self) -> float | None:
-        """The range's parameter, its default where none was given; None if it has none."""
+        """The range's parameter, or its default if none was given; None if it has none."""
         default = RANGES[self.observer]
         given = self.range.partition(":")[2]
         return float(given) if given else default
@@ -189,11 +189,11 @@ class Scheme:
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything is changed at all: not with 16 bits."""
+        """Whether anything is changed at all; False for 16 bits."""
         return self.bits < 16
 
     @property
     def causal(self) -> bool:
-        """Whether no later token sets the grid of an earlier one."""
+        """Whether no later token affects the grid of an earlier one."""
         alone = self.granularity in ("row", "token") or self.group is not None
         return self.static or alone or self.site == "weights" or not self.quantizes

@@ -9,7 +9,7 @@ from quantdiff.statistics import Visible
 
 __all__ = ["attended", "has_choice"]
 
-_ROWS = 64  # of a block
+_ROWS = 64  # per block
 
 
 def attended(visible: Visible, keys: int) -> Tensor:
@@ -21,7 +21,7 @@ def attended(visible: Visible, keys: int) -> Tensor:
 
 
 def has_choice(visible: Visible, keys: int) -> bool:
-    """Whether any query sees two keys or more; one alone has the weight 1 whatever its logit."""
+    """Whether any query sees two or more keys; a single one has weight 1 whatever its logit."""
     return any(bool((seen.sum(-1) > 1).any()) for seen in _blocks(visible, keys))
 
 

@@ -1,4 +1,4 @@
-"""Short names of what people run: `W8A8`, `W4g64A16+KV4`, `L4`."""
+"""Short names of common quantization settings: `W8A8`, `W4g64A16+KV4`, `L4`."""
 
 import re
 from collections.abc import Iterable
@@ -23,17 +23,16 @@ _ONE = re.compile(r"(KV|[WAKVLPH])([1-9][0-9]*|0)(?:g([0-9]+))?(?:r([0-9]+))?")
 
 
 def schemes(name: str) -> tuple[Scheme, ...]:
-    """The schemes behind a short name.
+    """The schemes that a short name stands for.
 
-    It is made of letters with bits: W weights (a grid an output channel), A inputs of linear
-    modules (a grid a token), KV, K, V keys and values (a grid a token and head, asymmetric), L
-    attention logits, P attention maps (a grid a layer and sequence), H hidden states (a grid a
-    token); 16 bits leave a site as it is. `g64` behind W, KV, K or V makes groups of 64, and `r128`
-    behind KV, K or V keeps the newest 128 tokens as they are. Names are summed by `+`; `W4A16` is
-    `W4+A16`.
+    It consists of letters with bits: W weights (one grid per output channel), A inputs of linear
+    modules (per token), KV, K, V keys and values (per token and head, asymmetric), L attention
+    logits and P attention maps (per layer and sequence), H hidden states (per token); 16 bits leave
+    a site unchanged. `g64` after W, KV, K or V makes groups of 64, and `r128` after KV, K or V
+    keeps the newest 128 tokens unrounded. Names are joined by `+`; `W4A16` is `W4+A16`.
 
     Raises:
-        UsageError: what is not known, a site named twice, or bits that no scheme has.
+        UsageError: an unknown name, a site named twice, or bits that no scheme has.
     """
     found: list[Scheme] = []
     named: set[str] = set()
@@ -64,8 +63,8 @@ def schemes(name: str) -> tuple[Scheme, ...]:
 def name_of(chosen: Iterable[Scheme]) -> str:
     """A short name of some schemes, by site, bits, groups and newest tokens; `fp` for none.
 
-    It is for people: range, granularity but for groups, symmetry, layers and heads are not in it.
-    Several schemes of a site, for layers of their own, are told by their fewest and most bits.
+    For display only: it omits range, granularity except groups, symmetry, layers and heads.
+    Several schemes for one site, each for other layers, are shown by their fewest and most bits.
     """
     bits: dict[str, Scheme] = {}
     widths: dict[str, set[int]] = {}

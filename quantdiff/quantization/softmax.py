@@ -16,15 +16,15 @@ __all__ = ["Softmax"]
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """All that is known of a call between its queries and its values.
+    """Everything known of a call between its queries and its values.
 
     Attributes:
         scale, visible, softcap, bias: as in `quantdiff.statistics.measure_logits`.
-        grid: of each sequence and head, of shape (B or 1, H, 1, 1), or one a row; None where
+        grid: one per sequence and head, of shape (B or 1, H, 1, 1), or one per row; None where
             logits are not quantized.
         heads: whose logits are rounded, (H,) bool; None for all.
-        clips: whether the grid may end before the logits do.
-        maps: how the weights are rounded after it, or None.
+        clips: whether logits may lie beyond the grid.
+        maps: how the weights are rounded after the softmax, or None.
         map_heads: whose weights are rounded, (H,) bool; None for all.
         clipped: (H,), to which the number of clipped logits of each head is added; or None.
     """

@@ -1,4 +1,4 @@
-"""Static ranges as the sites use them: asked from a table, in the order of a call's heads."""
+"""Static ranges as the sites use them: read from a table, in the order of a call's heads."""
 
 import torch
 from torch import Tensor
@@ -35,9 +35,9 @@ def check_table(table: Table, schemes: Schemes, found: Found) -> None:
 
 
 def _attention_sites(found: Found) -> dict[str, tuple[int, int]]:
-    """Layer and query heads of every site that the model is sure to have, where they are told.
+    """Layer and number of query heads of every site that the model is sure to have, where known.
 
-    A module tells them before its config, which may have one number for layers of several.
+    A module's own number takes precedence: its config may have one number for layers that differ.
     """
     sites = {}
     for name, module in [*found.attention, *found.heads]:
@@ -54,7 +54,7 @@ def _attention_sites(found: Found) -> dict[str, tuple[int, int]]:
 
 
 def ends_of(table: Table | None, scheme: Scheme, name: str) -> tuple[Tensor, Tensor]:
-    """What `Table.range` says, as tensors."""
+    """The result of `Table.range`, as tensors."""
     assert table is not None
     least, most = table.range(scheme, name)
     return torch.from_numpy(least), torch.from_numpy(most)
@@ -66,12 +66,12 @@ def ends_of_heads(
     """The static ranges of the keys or values of an attention call.
 
     Args:
-        table: has them.
-        scheme: of `keys` or `values`, or None.
+        table: holds them.
+        scheme: for `keys` or `values`, or None.
         now: the pass.
-        name: of the site, a module path and perhaps a remark behind it.
+        name: of the site: a module path, perhaps followed by a remark.
         x: the keys or values, (B, G, M, D).
-        cross: they are those of something else.
+        cross: whether they belong to another sequence.
 
     Returns:
         Least and largest value, (G, 1, 1) each, or (G, 1, D) for the granularity `channel`; None

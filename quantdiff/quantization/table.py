@@ -16,12 +16,12 @@ class Table(Protocol):
     def range(self, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Least and largest value of a site, fp32.
 
-        Of attention logits, keys and values (H,) each, a head each, or (H, C) for the granularity
-        `channel`; of linear inputs and hidden states (1,) each.
+        For attention logits, keys and values (H,) each, one per head, or (H, C) for the granularity
+        `channel`; for linear inputs and hidden states (1,) each.
         """
 
     def check_model(self, sites: dict[str, tuple[int, int]], modules: Collection[str]) -> None:
-        """Refuse a model whose sites, by name with layer and heads, are others.
+        """Refuse a model whose sites, by name with layer and heads, differ.
 
-        `modules`: paths of all that the model has; some may attend that are not among its sites.
+        `modules`: paths of all its modules; some that are not among its sites may attend.
         """

@@ -1,4 +1,4 @@
-"""The site `weights`: those of the linear modules of the decoder's layers, rounded to nearest."""
+"""The site `weights`: those of linear modules in the decoder's layers, rounded to nearest."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,11 @@ __all__ = ["Weights", "by_output", "weight_modules"]
 
 
 class Weights:
-    """Rounds the weights once, when it begins, and puts the real ones back at the end.
+    """Rounds the weights once, when it begins, and restores the originals at the end.
 
-    A range goes over a matrix (`tensor`), an output channel (`channel`) or some neighbouring
-    inputs of an output channel (`group:128`). The gradient that a parameter gets within is
-    straight-through, but an optimizer's step there is lost. Weights need no `table`.
+    A range spans a matrix (`tensor`), an output channel (`channel`) or some neighbouring inputs of
+    an output channel (`group:128`). Gradients of parameters within are straight-through, but an
+    optimizer's step there is lost. Weights need no `table`.
     """
 
     def __init__(self, found: Found, runs: Runs, schemes: Schemes, table: Table | None) -> None:
@@ -33,7 +33,7 @@ class Weights:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """From now on, until `end`."""
+        """Quantize from now on, until `end`."""
         try:
             for name, (module, scheme) in self._modules.items():
                 weight: Any = module.weight
@@ -46,13 +46,13 @@ class Weights:
             raise
 
     def end(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for weight, data in self._kept.items():
             weight.data = data
         self._kept.clear()
 
     def check(self, now: Pass) -> None:
-        """Weights are there, whatever runs."""
+        """Accept every pass: weights are rounded whatever runs."""
 
 
 def weight_modules(found: Found, schemes: Schemes) -> dict[str, tuple[nn.Module, Scheme]]:
@@ -60,7 +60,7 @@ def weight_modules(found: Found, schemes: Schemes) -> dict[str, tuple[nn.Module,
 
     Raises:
         QuantizationError: weights that are quantized already, a group that does not divide them, or
-            layers that share weights and have other schemes.
+            layers that share weights but differ in their schemes.
     """
     modules = chosen_linears(found, schemes, "weights")
     for name, (module, scheme) in modules.items():
@@ -76,7 +76,7 @@ def weight_modules(found: Found, schemes: Schemes) -> dict[str, tuple[nn.Module,
 def _check_shared(
     found: Found, schemes: Schemes, modules: dict[str, tuple[nn.Module, Scheme]]
 ) -> None:
-    """Refuse weights that several layers share and that only some of them would have so."""
+    """Refuse weights shared by several layers of which only some have the same scheme."""
     sharers: dict[nn.Parameter, list[int]] = {}
     for number, (_, layer) in enumerate(found.layers):
         for parameter in layer.parameters():
@@ -102,5 +102,5 @@ def _rounded(name: str, weight: Tensor, scheme: Scheme) -> Tensor:
 
 
 def by_output(module: nn.Module, weight: Tensor) -> Tensor:
-    """As (out, in), or back: transformers' Conv1D holds (in, out)."""
+    """A weight as (out, in), or back: transformers' Conv1D holds (in, out)."""
     return weight if isinstance(module, nn.Linear) else weight.T

@@ -1,4 +1,4 @@
-"""What is kept of a recording: extremes with coordinates, moments, histograms."""
+"""Statistics kept of a recording: extremes with coordinates, moments, histograms."""
 
 from quantdiff.statistics.histogram import Histogram
 from quantdiff.statistics.moments import Moments

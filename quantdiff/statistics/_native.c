@@ -1,7 +1,7 @@
 /* Streaming statistics of attention logits and of plain tensors on a CPU.
  *
- * Plain C behind ctypes: it needs no Python or torch headers, so it builds wherever there is a C
- * compiler, and where there is none the torch path of streaming.py serves instead.
+ * Plain C called through ctypes: it needs no Python or torch headers, so it builds wherever there
+ * is a C compiler; without one, the torch path of streaming.py is used instead.
  */
 
 #include <pthread.h>
@@ -51,7 +51,7 @@ typedef struct {
   int keys, rows; /* of a tile */
 } kernels_t;
 
-/* The widest variant of at most `lanes` lanes that this machine runs. */
+/* The widest variant of at most `lanes` lanes that this machine supports. */
 static kernels_t choose(int lanes) {
 #ifdef DISPATCH
   if (lanes >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
@@ -68,14 +68,14 @@ static kernels_t choose(int lanes) {
 typedef struct {
   job_t *job;
   kernels_t kernels;
-  partial_t *partial; /* (tasks, heads a task) */
-  int tasks, rows, blocks, heads; /* rows a task, row blocks a sequence, heads a task */
-  atomic_int next, failed, threads; /* next task, out of memory, threads that have begun */
+  partial_t *partial; /* (tasks, heads per task) */
+  int tasks, rows, blocks, heads; /* rows per task, row blocks per sequence, heads per task */
+  atomic_int next, failed, threads; /* next task, out of memory, threads that have started */
   pthread_mutex_t flush;
 } run_t;
 
-/* Move a thread's counts to the call's histogram. Only the range up to the largest magnitude can
-   hold any. */
+/* Move a thread's counts to the call's histogram. Only bins up to the largest magnitude can be
+   in use. */
 static void flush_histogram(run_t *run, uint32_t *histogram, int head, const partial_t *p) {
   job_t *job = run->job;
   float most = fmaxf(fabsf(p->min), fabsf(p->max));
@@ -118,7 +118,7 @@ static void work(void *argument) {
   while (!atomic_load(&run->failed)) {
     int task = atomic_fetch_add(&run->next, 1);
     if (task >= run->tasks) break;
-    /* Later rows see more keys when causal: the long tasks first, so that threads end together. */
+    /* If causal, later rows see more keys: long tasks go first, so that threads end together. */
     int block = run->blocks - 1 - task % run->blocks, group = task / run->blocks;
     int row0 = block * run->rows, row1 = row0 + run->rows < job->N ? row0 + run->rows : job->N;
     partial_t *p = run->partial + (int64_t)task * heads;
@@ -149,11 +149,11 @@ static void *work_alone(void *argument) {
   return NULL;
 }
 
-/* Run one call; 0, or 1 when memory ran out. The caller has checked shapes. */
+/* Run one call; returns 0, or 1 if memory ran out. The caller has checked the shapes. */
 int quantdiff_run(job_t *job) {
   run_t run = {.job = job, .kernels = choose(job->lanes)};
   run.heads = job->k ? job->H / job->G : 1;
-  /* Packing a key panel costs its share of a task's rows: enough of them over all heads. */
+  /* Packing a key panel pays off over a task's rows of all heads: take enough of them. */
   run.rows = 512 / run.heads;
   if (run.rows < 96) run.rows = 96;
   if (run.rows > job->N) run.rows = job->N;
@@ -194,5 +194,5 @@ int quantdiff_run(job_t *job) {
   return failed;
 }
 
-/* Size of a call's description: a library built from other sources than native.py shows here. */
+/* Sizes of the shared structs: they reveal a library whose sources do not match native.py. */
 int quantdiff_layout(void) { return (int)(sizeof(job_t) * 1000000 + sizeof(partial_t) * 1000 + sizeof(item_t)); }

@@ -1,4 +1,4 @@
-/* What the instruction-set variants of the streaming kernels share. */
+/* Definitions shared by the instruction-set variants of the streaming kernels. */
 
 #ifndef QUANTDIFF_NATIVE_H
 #define QUANTDIFF_NATIVE_H
@@ -12,23 +12,23 @@
 #define BINS 65536     /* the sixteen leading bits of an fp32: sign, exponent, 7 bits of mantissa */
 #define SIGN_BIN 32768 /* bins from here on hold the negative values */
 
-/* The pattern of a float, read where floats were stored. */
+/* The bit pattern of a float, read from memory in which floats were stored. */
 typedef uint32_t __attribute__((may_alias)) bits_t;
 
-/* A large magnitude and where it stands. */
+/* A large magnitude and its position. */
 typedef struct {
   float value;
   int32_t head, batch, row, column;
 } item_t;
 
-/* Moments are those of x * weight - pivot, so that their fourth powers stay within fp32; the weight
-   is a power of two, which leaves the difference exact. */
+/* Moments are taken of x * weight - pivot, so that fourth powers stay within fp32; the weight is a
+   power of two, which keeps the difference exact. */
 typedef struct {
   float weight, pivot;
 } unit_t;
 
-/* What is kept of one task (some rows of one head), merged in task order, so that the result does
-   not depend on which thread was faster. */
+/* Results of one task (some rows of one head), merged in task order, so that the result does not
+   depend on which thread was faster. */
 typedef struct {
   int64_t count;
   double moment[4]; /* sums of (x * weight - pivot)^1..4 */
@@ -46,16 +46,16 @@ typedef struct {
   const uint8_t *mask;         /* 1 where attended, or NULL; the last dimension contiguous */
   int64_t mask_stride[3];      /* of b, h, n, in bytes */
   const unit_t *unit;          /* (B, H) */
-  int32_t full;                /* moments and histogram too */
+  int32_t full;                /* compute moments and histogram too */
   int32_t rank;                /* how many of the largest magnitudes are kept */
-  float threshold;             /* smaller magnitudes are not among them */
+  float threshold;             /* smaller magnitudes are ignored */
   int32_t threads;
-  int32_t lanes; /* of the widest vectors that may be used */
+  int32_t lanes; /* fp32 lanes of the widest vectors that may be used */
   partial_t *out;     /* (B, H) */
   int64_t *histogram; /* (H, BINS), added to */
   int32_t *bins;      /* (H, 2): the lowest and highest magnitude bin in use */
-  /* The team of threads that torch computes with, by libgomp's entry, or NULL: threads of our own
-     would contend with that team, which spins for a while after each operation. */
+  /* libgomp's entry point to the team of threads that torch computes with, or NULL: threads of our
+     own would contend with that team, which spins for a while after each operation. */
   void (*team)(void (*)(void *), void *, unsigned, unsigned);
   item_t *top;        /* (threads, rank) */
   int32_t *top_count; /* (threads,) */
@@ -64,13 +64,13 @@ typedef struct {
 /* A thread's own memory. */
 typedef struct {
   float *panel, *rows, *tile;
-  uint32_t *histogram; /* (heads a task, BINS) */
-  uint32_t *counts;    /* of the head at hand */
+  uint32_t *histogram; /* (heads per task, BINS) */
+  uint32_t *counts;    /* of the current head */
   item_t *heap;
   int32_t heap_count;
 } scratch_t;
 
-/* Whether a is to be dropped before b: smaller, or as large but later in (head, batch, row, column). */
+/* Whether a is dropped before b: smaller, or equal but later in (head, batch, row, column). */
 static inline int worse(const item_t *a, const item_t *b) {
   float x = fabsf(a->value), y = fabsf(b->value);
   if (x != y) return x < y;

@@ -1,8 +1,8 @@
 /* The kernels, once per instruction set: VL lanes of fp32, tiles of MR rows by 2 VL keys.
  *
  * A tile of q.k is computed in registers, as a chain of fused multiply-adds over the head width, so
- * that a logit's value does not depend on where its tile lies; what is kept of it is taken while
- * the tile is in the first-level cache. Included by _native.c with F(name), VL, MR defined.
+ * that a logit's value does not depend on where its tile lies; its statistics are taken while the
+ * tile is in the first-level cache. Included by _native.c with F(name), VL, MR defined.
  */
 
 #define NR (2 * VL)
@@ -13,7 +13,7 @@ typedef struct {
   FV min, max, m1, m2, m3, m4, bad;
 } F(lanes);
 
-/* x in every lane. Subtracting 0 is free, where adding it would have to mind -0. */
+/* x in every lane. Subtracting 0 is free, whereas adding it would have to respect -0. */
 static inline FV F(all)(float x) { return x - (FV){0}; }
 
 static inline void F(clear)(F(lanes) * a) {
@@ -49,7 +49,7 @@ static inline void F(take)(F(lanes) * a, FV x, FV weight, FV pivot, int full) {
   }
 }
 
-/* Add the lanes to a task's result in fp64 and start them afresh. */
+/* Add the lanes to a task's result in fp64 and reset them. */
 static inline void F(flush)(F(lanes) * a, partial_t *p, int full) {
   for (int i = 0; i < VL; i++) {
     if (a->min[i] < p->min) p->min = a->min[i];
@@ -144,7 +144,7 @@ static void F(product)(const float *restrict rows, const float *restrict panel, 
   }
 }
 
-/* A tile of which every entry counts. */
+/* A tile in which every entry counts. */
 static void F(whole_tile)(const job_t *job, scratch_t *s, partial_t *p, unit_t u, item_t at) {
   F(lanes) a;
   F(clear)(&a);
@@ -170,7 +170,7 @@ static void F(whole_tile)(const job_t *job, scratch_t *s, partial_t *p, unit_t u
   p->count += MR * NR;
 }
 
-/* One row of a tile where only keys [first, last) may be attended, less what the mask hides. */
+/* One row of a tile where only keys [first, last) may be attended, minus those the mask hides. */
 static void F(part_row)(const job_t *job, scratch_t *s, partial_t *p, unit_t u, const float *x,
                         int first, int last, int key0, item_t at) {
   const uint8_t *mask = NULL;
@@ -262,7 +262,7 @@ static void F(logits)(const job_t *job, scratch_t *s, int b, int g, int row0, in
   }
 }
 
-/* Rows [row0, row1) of a plain (N, D) tensor, whose rows count where stop > start. */
+/* Rows [row0, row1) of a plain (N, D) tensor; a row counts if stop > start. */
 static void F(values)(const job_t *job, scratch_t *s, int row0, int row1, partial_t *p) {
   s->counts = s->histogram;
   for (int i = row0; i < row1; i++) {

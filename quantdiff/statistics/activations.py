@@ -1,4 +1,4 @@
-"""The activations of all layers as objects: attention logits, hidden states, their largest."""
+"""Activations of all layers as objects: attention logits, hidden states, the largest of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ RANKS = (1, 2, 3, 10, 100)
 
 @dataclass(frozen=True)
 class Logit:
-    """A large attention logit: its magnitude and where it stands, all counted from 0."""
+    """A large attention logit: its magnitude and position, all counted from 0."""
 
     value: float
     layer: int
@@ -46,7 +46,7 @@ class Logit:
 
 @dataclass(frozen=True)
 class HiddenState:
-    """A large element of the residual stream: its magnitude and where it stands, from 0."""
+    """A large element of the residual stream: its magnitude and position, counted from 0."""
 
     value: float
     layer: int
@@ -57,7 +57,7 @@ class HiddenState:
 
 @dataclass(frozen=True)
 class LinearInput:
-    """A large input of a linear module: its magnitude and where it stands, from 0."""
+    """A large input of a linear module: its magnitude and position, counted from 0."""
 
     value: float
     layer: int
@@ -69,7 +69,7 @@ class LinearInput:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A large element of the keys or the values: its magnitude and where it stands, from 0."""
+    """A large element of the keys or values: its magnitude and position, counted from 0."""
 
     value: float
     layer: int
@@ -84,8 +84,8 @@ class Activations:
     """One kind of activation over all layers.
 
     Attributes:
-        sites: one a layer or module, in order.
-        sequence: which of the coordinates of the largest is the sequence.
+        sites: one per layer or module, in order.
+        sequence: index of the sequence among the coordinates of the largest magnitudes.
     """
 
     sequence: ClassVar[int]
@@ -115,7 +115,7 @@ class Activations:
 
     @property
     def histogram(self) -> Histogram | None:
-        """All values of all sites, one group; None where only extremes were recorded."""
+        """All values of all sites, one group; None if only extremes were recorded."""
         if self._histogram is None:
             parts = [site.histogram for site in self.sites]
             total = Histogram.empty(1)
@@ -128,7 +128,7 @@ class Activations:
 
     @property
     def moments(self) -> Moments | None:
-        """Moments of all values, one group; None where only extremes were recorded."""
+        """Moments of all values, one group; None if only extremes were recorded."""
         total = Moments.empty(1)
         for site in self.sites:
             if site.moments is None:
@@ -138,11 +138,11 @@ class Activations:
 
     @property
     def median(self) -> float | None:
-        """Median magnitude to 0.5 %; None where only extremes were recorded."""
+        """Median magnitude, within 0.5 %; None if only extremes were recorded."""
         return self.percentile(50)
 
     def percentile(self, percent: float) -> float | None:
-        """Magnitude below which `percent` per cent of the magnitudes lie, to 0.5 %."""
+        """Magnitude below which `percent` per cent of the magnitudes lie, within 0.5 %."""
         histogram = self.histogram
         if histogram is None:
             return None
@@ -160,7 +160,7 @@ class AttentionLogits(Activations):
     """The attention logits of all layers; a site's groups are its query heads.
 
     Attributes:
-        branches: the branch of each head, by the site's name.
+        branches: the branch of each head, by site name.
     """
 
     sequence = 2
@@ -172,15 +172,15 @@ class AttentionLogits(Activations):
         self.branches = {name: list(heads) for name, heads in branches.items()}
 
     def top(self, n: int) -> list[Logit]:
-        """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
+        """The n largest magnitudes, or as many as were kept; ties go to the lowest coordinate."""
         return self._items(self.sites)[:n]
 
     def items(self, site: SiteStatistics) -> list[Logit]:
-        """The entries of a site's largest magnitudes."""
+        """Entries for a site's largest magnitudes."""
         return self._items([site])
 
     def _items(self, sites: Sequence[SiteStatistics]) -> list[Logit]:
-        # Several attentions of a layer share its coordinates: the last column tells them apart.
+        # Several attention modules of a layer share coordinates: the last column tells them apart.
         merged = Top(sites[0].top.rank, 6)
         for number, site in enumerate(sites):
             places = site.top.coordinates
@@ -198,25 +198,25 @@ class AttentionLogits(Activations):
 
 
 class Values(Activations, ABC):
-    """Activations that are elements of a tensor of channels.
+    """Activations that are elements of a tensor with channels.
 
     Attributes:
-        heads: whether a site's groups are heads; else it has one.
+        heads: whether a site's groups are heads; otherwise it has one group.
     """
 
     heads: ClassVar[bool] = False
 
     def top(self, n: int) -> list[Any]:
-        """The n largest magnitudes, or as many as were kept, ties by the lowest coordinate."""
+        """The n largest magnitudes, or as many as were kept; ties go to the lowest coordinate."""
         return self.items(self.largest)[:n]
 
     @abstractmethod
     def items(self, top: Top) -> list[Any]:
-        """The entries of a site's or of all sites' largest magnitudes."""
+        """Entries for the largest magnitudes of one site or of all sites."""
 
 
 class HiddenStates(Values):
-    """The residual stream after every decoder layer; a site has one group."""
+    """The residual stream after every decoder layer; each site has one group."""
 
     sequence = 1
 
@@ -229,9 +229,9 @@ class HiddenStates(Values):
 
 
 class LinearInputs(Values):
-    """What goes into the linear modules of the layers, a site each, of one group.
+    """Inputs of the linear modules of the layers: one site per module, with one group.
 
-    The second coordinate of the largest is the number of the module among the sites.
+    The second coordinate of the largest magnitudes is the index of the module among the sites.
     """
 
     sequence = 2
@@ -247,9 +247,9 @@ class LinearInputs(Values):
 
 
 class CacheEntries(Values):
-    """Keys, behind their rotary embedding, or values of all layers; a site's groups are its heads.
+    """Keys, after their rotary embedding, or values of all layers; a site's groups are its heads.
 
-    Heads are those that the attention calls of the module show, each once, in their order.
+    The heads are those seen in the module's attention calls, each once, in their order.
     """
 
     sequence = 2
@@ -263,11 +263,11 @@ class CacheEntries(Values):
         ]
 
 
-# What is recorded on request, beside logits and hidden states.
+# Recorded on request, in addition to logits and hidden states.
 SITES: dict[str, type[Values]] = {
     "linear_inputs": LinearInputs,
     "keys": CacheEntries,
     "values": CacheEntries,
 }
-# What a recording may be asked for; of the hidden states, the channels.
+# What can be requested of a recording; for the hidden states, that is their channels.
 RECORDED = (*SITES, "hidden_states")

@@ -13,13 +13,13 @@ from quantdiff.statistics.top import Top
 
 __all__ = ["Arrays", "from_arrays", "to_arrays"]
 
-_SIGN = 1 << 15  # of a bin's key: set for negative values
+_SIGN = 1 << 15  # the bit of a bin's key that is set for negative values
 
 Arrays = dict[str, NDArray[Any]]
 
 
 def to_arrays(sites: list[SiteStatistics]) -> Arrays:
-    """The statistics of some sites as arrays, groups after one another; names and layers not."""
+    """The statistics of some sites as arrays, group after group, without names and layers."""
     arrays: Arrays = {
         "groups": np.array([site.groups for site in sites], np.int64),
         "count": np.concatenate([site.count for site in sites]),
@@ -31,7 +31,7 @@ def to_arrays(sites: list[SiteStatistics]) -> Arrays:
         "top.coordinates": np.concatenate([site.top.coordinates for site in sites]),
     }
     if any(site.uncapped is not None for site in sites):
-        # Alternating layers may differ; no magnitude is negative.
+        # Alternating layers may differ; -1 marks no cap, since no magnitude is negative.
         arrays["uncapped"] = np.concatenate([
             np.full(site.groups, -1, np.float32) if site.uncapped is None else site.uncapped
             for site in sites
@@ -52,12 +52,12 @@ def to_arrays(sites: list[SiteStatistics]) -> Arrays:
 
 
 def from_arrays(kind: str, described: list[dict[str, Any]], arrays: Arrays) -> list[SiteStatistics]:
-    """What `to_arrays` took apart, whose names begin with `kind` and a dot.
+    """Rebuild sites from arrays of `to_arrays` whose names begin with `kind` and a dot.
 
     Args:
-        kind: of the sites.
+        kind: kind of the sites.
         described: their `name` and `layer`, in order.
-        arrays: of all kinds.
+        arrays: arrays of all kinds.
     """
     if not described:
         return []
@@ -105,7 +105,7 @@ def from_arrays(kind: str, described: list[dict[str, Any]], arrays: Arrays) -> l
 
 
 def _histogram_arrays(name: str, histograms: list[Histogram]) -> Arrays:
-    """Only the bins in use: a bin's key is the sixteen leading bits of its values."""
+    """The bins in use as arrays; a bin's key is the sixteen leading bits of its values."""
     if not histograms:
         return {}
     keys, counts, lengths = [], [], []
@@ -124,7 +124,7 @@ def _histogram_arrays(name: str, histograms: list[Histogram]) -> Arrays:
 
 
 def _histogram(name: str, first: int, last: int, a: Arrays) -> Histogram | None:
-    """Of the groups from `first` to `last`; None where there is none of that name."""
+    """The histogram of groups [first, last); None if there is none of that name."""
     if f"{name}.bins" not in a:
         return None
     offsets = np.concatenate([[0], np.cumsum(a[f"{name}.lengths"])])

@@ -27,29 +27,29 @@ __all__ = [
     "unit_of",
 ]
 
-BLOCK_ELEMENTS = 1 << 20  # of a block of logits: 4 MiB of fp32
-GPU_SHIFT = 5  # a GPU takes blocks of 32 times that, or it would wait for launches most of the time
+BLOCK_ELEMENTS = 1 << 20  # logits per block: 4 MiB of fp32
+GPU_SHIFT = 5  # a GPU uses blocks 32 times as large, or launches would take most of the time
 SMALL = 4096  # elements summed in fp32 before fp64 takes over
 
 Bias = Callable[[int, int], Tensor]
 
 
 def block_elements(device: torch.device) -> int:
-    """How many logits a block holds on a device."""
+    """Number of logits per block on a device."""
     return BLOCK_ELEMENTS if device.type == "cpu" else BLOCK_ELEMENTS << GPU_SHIFT
 
 
 @dataclass(eq=False)
 class Part:
-    """What one block of rows gave.
+    """Results of one block of rows.
 
     Attributes:
         partial: records of native.PARTIAL, (B·H,).
         counts: histogram counts (H, 2, w), or None.
         first: magnitude bin of column 0 of `counts`.
         items: large magnitudes, records of native.ITEM.
-        row: row at which the block begins; the items' rows count from it.
-        uncapped: largest magnitudes before the soft cap, (H,), where there is one.
+        row: first row of the block; the items' rows count from it.
+        uncapped: largest magnitudes before the soft cap, (H,), if there is one.
     """
 
     partial: NDArray[np.void]
@@ -100,13 +100,13 @@ def torch_logits(
             if extra is not None:
                 extra = extra[b if len(extra) > 1 else 0].to(q.device)[:, counted]
             if fresh[b] and (softcap is not None or bias is not None):
-                # The closed form knows neither cap nor bias: the first block says where they lie.
+                # The closed form knows neither cap nor bias: take the unit from the first block.
                 here = columns[low:high]
                 seen = ((here >= start[:, None]) & (here < stop[:, None]))[None]
                 seen = seen if extra is None else seen & extra[:, :, low:high]
                 units[b] = _unit_of_seen(s, seen)
             fresh[b] = False
-            # What every row of the block sees needs no mask: all but the edges where causal.
+            # Keys that every row of the block sees need no mask: all but the edges if causal.
             edges = [low, low, high, high]
             if extra is None:
                 edges[1] = min(int(start.max()), high)
@@ -156,7 +156,7 @@ def torch_values(
 
 
 class _Table:
-    """Counts of the sixteen leading bits, gathered on the device over the blocks of one call."""
+    """Counts of the sixteen leading bits, accumulated on the device over the blocks of one call."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
         self.heads = heads
@@ -173,7 +173,7 @@ class _Table:
         self.counts += torch.bincount(key, minlength=self.counts.numel()).view_as(self.counts)
 
     def part(self, batch: int) -> Part:
-        """The counts as a part that holds nothing else."""
+        """The counts as a part without other results."""
         counts = self.counts[:, : native.BINS].reshape(self.heads, 2, -1).cpu().numpy()
         return Part(nothing(batch * self.heads), counts, 0, np.zeros(0, native.ITEM), 0)
 
@@ -198,7 +198,7 @@ def _unit_of_seen(s: Tensor, seen: Tensor) -> NDArray[np.float32]:
 
 
 def nothing(groups: int) -> NDArray[np.void]:
-    """Records of native.PARTIAL, (groups,), that hold nothing."""
+    """Empty records of native.PARTIAL, (groups,)."""
     partial = np.zeros(groups, native.PARTIAL)
     partial["min"], partial["max"] = np.inf, -np.inf
     return partial
@@ -211,7 +211,7 @@ def block_part(
     table: _Table | None,
     sieve: "Sieve",
 ) -> Part:
-    """The statistics of one block s (H, n, m) where `seen`, (1 or H, n, m), holds, or of all."""
+    """Statistics of a block s (H, n, m), only where `seen` (1 or H, n, m) holds if it is given."""
     heads = s.shape[0]
     partial = nothing(heads)
     part = Part(partial, None, 0, np.zeros(0, native.ITEM), 0)
@@ -225,13 +225,13 @@ def block_part(
         partial["count"] = seen.sum((1, 2)).expand(heads).cpu().numpy()
     filled = partial["count"] > 0
     partial["min"][filled], partial["max"][filled] = low[filled], high[filled]
-    # amin and amax hand a NaN on.
+    # amin and amax propagate NaN.
     partial["bad"] = filled & ~(np.isfinite(low) & np.isfinite(high))
     if partial["bad"].any() or not filled.any():
         return part
     if table is not None:
         weight, pivot = torch.from_numpy(unit).to(s.device).T[:, :, None, None]
-        # Few values cannot average the rounding of fp32 squares away.
+        # With few values, the rounding of fp32 squares does not average out.
         t = (s.double() if s[0].numel() <= SMALL else s) * weight - pivot
         t = (t if seen is None else torch.where(seen, t, 0.0)).flatten(1)
         t2 = t * t
@@ -245,7 +245,7 @@ def block_part(
 
 
 class Sieve:
-    """Lets through what may be among the `rank` largest magnitudes of a call."""
+    """Filter for values that may be among the `rank` largest magnitudes of a call."""
 
     def __init__(self, site: SiteStatistics) -> None:
         self.rank = site.top.rank
@@ -255,7 +255,7 @@ class Sieve:
         """Records of native.ITEM with head, row, column and value."""
         magnitude = s.abs() if seen is None else torch.where(seen, s.abs(), -1.0)
         if not self.floor and magnitude.numel() > self.rank:
-            # The first block sets a floor; later ones are compared with it, which is cheaper.
+            # The first block sets a floor; comparing later ones with it is cheaper.
             self.floor = max(0.0, float(torch.topk(magnitude.flatten(), self.rank).values[-1]))
         places = (magnitude >= self.floor).nonzero(as_tuple=True)
         items = np.zeros(len(places[0]), native.ITEM)
@@ -270,7 +270,7 @@ class Sieve:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Row-wise sum, (H,), of short fp32 runs in fp64."""
+    """Row-wise sum, (H,): short runs in fp32, their sums in fp64."""
     whole = x.shape[1] // SMALL * SMALL
     total = x[:, whole:].sum(1, dtype=torch.float64)
     if whole:

@@ -1,4 +1,4 @@
-"""Where along channels and tokens the large values of a site lie."""
+"""Where the large values of a site lie along channels and tokens."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -16,11 +16,11 @@ __all__ = ["Channels", "Outliers", "outliers"]
 
 @dataclass(eq=False)
 class Channels:
-    """Extremes of every channel, and the largest magnitudes of the tokens.
+    """Extremes of every channel, and the largest magnitude of every token.
 
     Attributes:
         min, max: (G, C) fp32; +inf and −inf where nothing was seen.
-        tokens: histogram of each token's largest magnitude, G groups; None where only extremes were
+        tokens: histogram of each token's largest magnitude, G groups; None if only extremes were
             recorded.
     """
 
@@ -30,7 +30,7 @@ class Channels:
 
     @classmethod
     def empty(cls, groups: int, width: int, *, full: bool) -> Self:
-        """Of `groups` groups of `width` channels that hold nothing; `full` with the tokens."""
+        """Empty statistics of `groups` groups of `width` channels; with the tokens if `full`."""
         least, most = (lasting_zeros((groups, width), np.float32) for _ in range(2))
         least[:], most[:] = np.inf, -np.inf
         return cls(least, most, Histogram.empty(groups) if full else None)
@@ -60,7 +60,7 @@ class Channels:
             self.tokens.merge(Histogram.of(largest.abs().cpu().numpy()))
 
     def spread(self, groups: NDArray[np.int64], total: int) -> "Channels":
-        """The same as the given groups of a larger set; the others hold nothing."""
+        """The same statistics as the given groups of a larger set; the others are empty."""
         whole = Channels.empty(total, self.width, full=False)
         whole.min[groups], whole.max[groups] = self.min, self.max
         if self.tokens is not None:
@@ -68,7 +68,7 @@ class Channels:
         return whole
 
     def merge(self, other: "Channels") -> None:
-        """Add those of other data at the same site, in place."""
+        """Add the statistics of other data at the same site, in place."""
         np.minimum(self.min, other.min, out=self.min)
         np.maximum(self.max, other.max, out=self.max)
         if self.tokens is not None and other.tokens is not None:
@@ -82,11 +82,11 @@ class Outliers:
     Attributes:
         channel_ratio: largest magnitude of the largest channel, over that of the median channel.
         token_ratio: largest magnitude of the largest token, over that of the median token.
-        top_channel: the channel that holds most of the largest values kept; `top_channel_share` of
-            them, in (0, 1].
-        top_token: likewise the place that tokens have in their sequences, from 0.
+        top_channel: the channel with the most of the largest values kept; `top_channel_share` is
+            its share of them, in (0, 1].
+        top_token: likewise, the position of tokens in their sequences, from 0.
 
-    What is not known, or has nothing to be compared with, is None.
+    A field is None if it is unknown or has nothing to be compared with.
     """
 
     channel_ratio: float | None
@@ -98,13 +98,13 @@ class Outliers:
 
 
 def outliers(channels: Channels, group: int, largest: float, places: NDArray[np.int64]) -> Outliers:
-    """What `Outliers` tells of a group.
+    """Compute the `Outliers` of a group.
 
     Args:
-        channels: of the site.
-        group: which.
-        largest: magnitude in the group.
-        places: coordinates of the group's largest values, (n, …), that end in token and channel.
+        channels: those of the site.
+        group: index of the group.
+        largest: largest magnitude in the group.
+        places: coordinates of the group's largest values, (n, …), ending in token and channel.
     """
     tokens = None if channels.tokens is None else float(channels.tokens.percentile(50)[group])
     return Outliers(
@@ -120,7 +120,7 @@ def _ratio(largest: float, median: float | None) -> float | None:
 
 
 def _most(numbers: NDArray[np.int64]) -> tuple[int | None, float | None]:
-    """The most frequent number, the lowest of several, and its share."""
+    """The most frequent number, the lowest if several are, and its share."""
     if not len(numbers):
         return None, None
     found, counts = np.unique(numbers, return_counts=True)

@@ -1,4 +1,4 @@
-"""Logits of a few chosen queries, multiplied out in fp32."""
+"""Logits of a few chosen queries, computed in fp32."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from quantdiff.statistics.precision import exact_product
 __all__ = ["chosen_logits"]
 
 TILE = 8  # queries of one head that share a product
-GATHERED = 1 << 24  # elements of the keys that are copied for it at a time: 64 MiB
+GATHERED = 1 << 24  # key elements copied for it at a time: 64 MiB
 
 _NO_UNIT = np.zeros(0, np.float32)
 
@@ -26,15 +26,15 @@ def chosen_logits(
     spans: NDArray[np.int64],
     sieve: Sieve,
 ) -> Iterator[Part]:
-    """Parts with the extremes and large magnitudes of some queries' logits q·kᵀ·scale, no counts.
+    """Parts with extremes and large magnitudes of some queries' logits q·kᵀ·scale, without counts.
 
     Args:
-        q: (B, H, N, D), any floating dtype; the products are fp32 of the values given.
+        q: (B, H, N, D), any floating dtype; products are computed in fp32 from the given values.
         k: (B, G, M, D), H a multiple of G; query head h uses key head h // (H / G).
         scale: factor of q·kᵀ.
         places: (c, 3) of (sequence, head, query), all different.
         spans: (c, 2); the query sees the keys spans[:, 0] ≤ m < spans[:, 1].
-        sieve: says which magnitudes are large.
+        sieve: decides which magnitudes are large.
     """
     if not len(places):
         return
@@ -46,7 +46,7 @@ def chosen_logits(
     within = np.arange(len(group)) - np.repeat(begins, np.diff(begins, append=len(group)))
     fresh = within % TILE == 0
     groups = group[fresh]  # (tiles,)
-    rows, starts, stops = np.zeros((3, len(groups), TILE), np.int64)  # what stays 0 sees nothing
+    rows, starts, stops = np.zeros((3, len(groups), TILE), np.int64)  # slots left at 0 see nothing
     slot = np.cumsum(fresh) - 1, within % TILE
     rows[slot], starts[slot], stops[slot] = places[:, 2], spans[:, 0], spans[:, 1]
     low = int(spans[:, 0].min())

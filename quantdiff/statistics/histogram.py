@@ -19,7 +19,7 @@ class Histogram:
     """Signed counts per group over bins of 1/128 octave.
 
     A value's bin is the sixteen leading bits of its fp32 pattern (sign, exponent, seven bits of
-    mantissa). Only the octaves in use are held. Magnitudes below 2⁻¹²⁶ are counted as zeros.
+    mantissa). Only the octaves in use are stored. Magnitudes below 2⁻¹²⁶ are counted as zeros.
 
     Attributes:
         counts: (G, 2, W) int64; index 0 of the second dimension holds the positive values.
@@ -33,7 +33,7 @@ class Histogram:
 
     @classmethod
     def empty(cls, groups: int) -> Self:
-        """A histogram of `groups` groups that holds nothing."""
+        """An empty histogram of `groups` groups."""
         return cls(np.zeros((groups, 2, 0), np.int64), 0, lasting_zeros((groups,), np.int64))
 
     @classmethod
@@ -75,7 +75,7 @@ class Histogram:
         self.add(other.counts, other.first)
 
     def spread(self, groups: NDArray[np.int64], total: int) -> "Histogram":
-        """The same counts as the given groups of a larger histogram; the others hold nothing."""
+        """The same counts as the given groups of a larger histogram; the others are empty."""
         counts = lasting_zeros((total, *self.counts.shape[1:]), np.int64)
         zeros = lasting_zeros((total,), np.int64)
         counts[groups], zeros[groups] = self.counts, self.zeros
@@ -99,7 +99,7 @@ class Histogram:
             percent: in [0, 100].
 
         Returns:
-            One magnitude a group, (G,), within 0.4 % of the exact percentile; NaN for an empty
+            One magnitude per group, (G,), within 0.4 % of the exact percentile; NaN for an empty
             group.
 
         Raises:
@@ -121,7 +121,7 @@ class Histogram:
         return result
 
     def _reserve(self, low: int, high: int) -> None:
-        """Hold at least the magnitude bins [low, high), in whole octaves."""
+        """Make room for the magnitude bins [low, high), in whole octaves."""
         low = low // BINS_AN_OCTAVE * BINS_AN_OCTAVE
         high = -(-high // BINS_AN_OCTAVE) * BINS_AN_OCTAVE
         width = self.counts.shape[2]

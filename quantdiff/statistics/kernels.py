@@ -1,4 +1,4 @@
-"""torch's flash kernels, of which the log-sum-exp is wanted and not the output."""
+"""torch's flash kernels, used for their log-sum-exp and not for their output."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["kernel_takes", "log_sum_exp"]
 
-VECTOR = 8  # half-precision values that a GPU's kernel loads at a time
-WIDEST = 256  # head that it takes
+VECTOR = 8  # half-precision values that the GPU kernel loads at a time
+WIDEST = 256  # widest head that it supports
 
 
 def kernel_takes(q: Tensor, k: Tensor) -> bool:
@@ -30,13 +30,14 @@ def kernel_takes(q: Tensor, k: Tensor) -> bool:
 
 
 def log_sum_exp(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    """ln Σ exp(q·kᵀ·scale) of every row, as the kernel computes it beside the output.
+    """ln Σ exp(q·kᵀ·scale) of every row, as the kernel computes it alongside the output.
 
     Args:
-        q: (B, H, N, D), of which `kernel_takes` says that they are taken.
+        q: (B, H, N, D), for which `kernel_takes` holds.
         k: (B, H, M, D).
-        scale: factor of q·kᵀ, 0 or more: kernels take one below 0 for something else.
-        causal: row n sees the keys up to n; N = M, or kernels disagree on which these are.
+        scale: factor of q·kᵀ, 0 or more: kernels interpret a negative one differently.
+        causal: row n sees the keys up to n; requires N = M, or kernels disagree on which keys these
+            are.
 
     Returns:
         (B, H, N) fp32.
@@ -52,12 +53,15 @@ def log_sum_exp(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     else:
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
     with true_fp32():
-        # The keys stand in for the values, which have to be as wide.
+        # The keys stand in for the values, which must have the same width.
         result: Tensor = kernel(q, k, k, 0.0, causal, scale=scale)[1]
     return result
 
 
 def _is_read_rightly(x: Tensor) -> bool:
-    """The CPU's kernel reads a strided last dimension wrongly, a GPU's loads whole vectors."""
+    """Whether the strides of x suit its kernel.
+
+    The CPU's misreads a strided last dimension; a GPU's loads whole vectors.
+    """
     steps = (*x.stride()[:-1], x.storage_offset()) if x.is_cuda else ()
     return x.stride(-1) == 1 and all(step % VECTOR == 0 for step in steps)

@@ -1,4 +1,4 @@
-"""Memory for what is kept, apart from the heap that the model's activations come and go in."""
+"""Memory for long-lived arrays, apart from the heap of the model's short-lived activations."""
 
 import mmap
 from typing import Any
@@ -10,11 +10,11 @@ __all__ = ["lasting_zeros"]
 
 
 def lasting_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Zeros in pages of their own.
+    """Zeros in memory pages of their own.
 
     Between two layers the heap is full of holes that the next layer's activations would fill.
-    An array kept in one of them for good breaks it, and the heap grows by a whole activation:
-    about 10 MB a layer were measured on SmolLM2-135M at 2,048 tokens.
+    A permanent array in one of them splits it, and the heap grows by a whole activation: about
+    10 MB per layer, measured on SmolLM2-135M at 2,048 tokens.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if not size:

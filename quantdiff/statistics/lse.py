@@ -1,22 +1,22 @@
 """Extremes of attention logits from the log-sum-exp of a flash kernel; no logit is stored.
 
-A flash kernel gives LSE(n) = ln Σ_m exp(s(n, m)) of every row beside its output. Where its softmax
-scale is T times that of the logits, LSE/T lies between the row's largest logit and ln(M)/T above
-it, M being the number of keys. With −q in place of q it tells the smallest one. So two forward
-passes bound both extremes of every row, and only rows whose bounds say that they may hold an
-extreme of their head or one of the largest magnitudes of the site are multiplied out, in fp32.
+A flash kernel returns LSE(n) = ln Σ_m exp(s(n, m)) of every row alongside its output. If its
+softmax scale is T times that of the logits, LSE/T lies between the row's largest logit and ln(M)/T
+above it, where M is the number of keys. With −q in place of q it bounds the smallest one. So two
+forward passes bound both extremes of every row, and only rows that may, by their bounds, hold an
+extreme of their head or one of the largest magnitudes of the site are computed, in fp32.
 
 How far a bound may be off (u = 2⁻²⁴, A = |scale|·‖q‖·max‖k‖ of the row, d the head width):
 
 - A sum of d fp32 products has an error of at most d·u·A (Higham, Accuracy and Stability of
-  Numerical Algorithms, 2002, section 3.1). A tensor core cuts off where others round, and does so
-  at most 17 times for 16 products: 2.2·d·u·A. The kernel and the product that it is compared with
-  err both: together less than 4·(d + 8)·u·A.
+  Numerical Algorithms, 2002, section 3.1). A tensor core truncates where others round, and does so
+  at most 17 times for 16 products: 2.2·d·u·A. Both the kernel and the product that it is compared
+  with have such an error: together less than 4·(d + 8)·u·A.
 - The scale, its product with the largest sum, the logarithm added to it, the exponents (rounded at
-  the size of the largest) and the division by T: at most 8 roundings, 16·u·|LSE/T| is granted.
+  the size of the largest) and the division by T: at most 8 roundings; 16·u·|LSE/T| is allowed.
 - The sum of up to 2²² exponentials and their own errors change LSE by less than 0.5: 0.5/T.
 
-T·A stays below 2³⁰, where the exponent of 2 is rounded by 64 at most, so that the exponentials
+T·A stays below 2³⁰, where the exponent of 2 is rounded by at most 64, so that the exponentials
 neither vanish nor overflow.
 """
 
@@ -39,23 +39,23 @@ from quantdiff.statistics.visible import Visible
 __all__ = ["lse_logits", "row_extremes"]
 
 SHARPEST = 2.0**30  # the largest T·A
-STEEPEST = 1e30  # the largest T, where all logits are all but zero
-LARGEST = 1e36  # of a product or a logit: beyond it fp32 may overflow
-FEW = 256  # rows that are multiplied out whatever their share; beyond it at most an eighth
+STEEPEST = 1e30  # the largest T, used if all logits are almost zero
+LARGEST = 1e36  # largest product or logit: beyond it fp32 may overflow
+FEW = 256  # rows that are computed whatever their share; beyond that, at most an eighth
 MOST_KEYS = 1 << 22
 _U = 2.0**-24
-_TINY = 2.0**-50  # squares below 2**-126 are lost to a norm, products below it to a sum
+_TINY = 2.0**-50  # squares below 2**-126 are lost in a norm, products below it in a sum
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Sequences that one call of the kernel takes together.
+    """Sequences that one kernel call processes together.
 
     Attributes:
         batch: their indices.
         first, last: rows first ≤ n < last count.
         start, shared: keys start ≤ m < shared are seen by all of these rows.
-        stop: keys shared ≤ m < stop are as many as rows, and row n sees them up to its own.
+        stop: keys shared ≤ m < stop, none or one per row; row n sees them up to its own.
     """
 
     batch: list[int]
@@ -78,11 +78,11 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What is known of the rows of a run: (2, b, H, n) each, of s and of −s.
+    """Bounds for the rows of a run: (2, b, H, n) each, for s and for −s.
 
     Attributes:
         largest: estimate of the largest logit.
-        above, below: how far the true one may lie above it, and below it.
+        above, below: how far the true one may lie above and below it.
     """
 
     largest: Tensor
@@ -101,13 +101,13 @@ def row_extremes(
         k: (B, G, M, D), H a multiple of G; query head h uses key head h // (H / G).
         scale: factor of q·kᵀ.
         visible: what may be attended.
-        temperature: T, the factor on top of the scale; less is taken for large logits.
+        temperature: T, the factor on top of the scale; large logits use a smaller one.
 
     Returns:
-        Two tensors, (B, H, N) fp32, to ln(M)/T and the rounding that the module's text derives:
-        −inf and +inf in rows that do not count. None where no kernel takes these inputs: another
-        dtype or device, a mask, rows whose keys are neither all the same nor one more with every
-        row, values that are not finite or so large that fp32 may overflow.
+        Two tensors, (B, H, N) fp32, within ln(M)/T and the rounding derived in the module
+        docstring; −inf and +inf in rows that do not count. None if no kernel supports these inputs:
+        another dtype or device, a mask, rows whose keys are neither all the same nor one more with
+        every row, values that are not finite or so large that fp32 may overflow.
     """
     runs = _runs(q, k, visible)
     if runs is None:
@@ -128,23 +128,23 @@ def lse_logits(
 ) -> Iterator[Part] | None:
     """Parts of the logits q·kᵀ·scale for a site without moments and histogram.
 
-    They hold the count, and of the logits only what can change the site: its extremes and largest
-    magnitudes come out as those of `torch_logits` do. Where the values are not finite, or so many
-    rows are alike that bounds cannot tell them apart, the parts are those of `torch_logits`.
+    They hold the count and only those logits that can change the site: its extremes and largest
+    magnitudes come out the same as with `torch_logits`. If values are not finite, or so many rows
+    are so similar that bounds cannot separate them, the parts are those of `torch_logits`.
 
     Args:
         q, k, scale, visible: as in `row_extremes`, in the dtype that the model multiplied.
-        site: that the parts will be added to.
+        site: the site that the parts will be added to.
 
     Returns:
-        The parts, or None where no kernel takes these inputs.
+        The parts, or None if no kernel supports these inputs.
     """
     runs = _runs(q, k, visible)
     return None if runs is None else _parts(q, k, scale, visible, site, runs)
 
 
 def _runs(q: Tensor, k: Tensor, visible: Visible) -> list[_Run] | None:
-    """Sequences of the same shape together; None where the kernels do not take them."""
+    """Group sequences of the same shape; None if the kernels do not support them."""
     if visible.mask is not None or k.shape[2] > MOST_KEYS or not kernel_takes(q, k):
         return None
     starts, stops = visible.start.cpu().numpy(), visible.stop.cpu().numpy()
@@ -170,20 +170,20 @@ def _runs(q: Tensor, k: Tensor, visible: Visible) -> list[_Run] | None:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Upper bound of the lengths of the vectors of x (..., D)."""
+    """Upper bound on the norms of the vectors of x (..., D)."""
     length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
     return length * 1.001 + x.shape[-1] ** 0.5 * _TINY
 
 
 def _bounds(q: Tensor, k: Tensor, scale: float, run: _Run, temperature: float) -> _Bounds | None:
-    """Bounds of the rows of a run; None where the values are not finite or too large."""
+    """Bounds for the rows of a run; None if the values are not finite or too large."""
     q, k = run.rows(q), run.keys(k)
     repeat, width = q.shape[1] // k.shape[1], q.shape[-1]
     if repeat > 1:
         k = k.repeat_interleave(repeat, 1)  # (b, H, m, D)
     product = _norm(q) * _norm(k).amax(-1, keepdim=True)  # (b, H, n)
     longest = float(product.amax())
-    if not longest * max(abs(scale), 1.0) < LARGEST:  # nor is a NaN
+    if not longest * max(abs(scale), 1.0) < LARGEST:  # or NaN
         return None
     size = product * abs(scale)
     sharp = min(temperature, STEEPEST, SHARPEST / max(longest * abs(scale), SHARPEST / STEEPEST))
@@ -195,13 +195,13 @@ def _bounds(q: Tensor, k: Tensor, scale: float, run: _Run, temperature: float) -
             parts.append(log_sum_exp(x, k[:, :, :split], abs(scale) * sharp, causal=False))
         if split < k.shape[2]:
             parts.append(log_sum_exp(x, k[:, :, split:], abs(scale) * sharp, causal=True))
-        # The larger of two is below their common log-sum-exp and above the largest logit of both.
+        # The larger of two is below their joint log-sum-exp and above the largest logit of both.
         found.append(parts[0] if len(parts) == 1 else torch.maximum(*parts))
     largest = torch.stack(found) / sharp  # (2, b, H, n)
     ties = log(k.shape[2]) / sharp
     slack = size * (4 * (width + 8) * _U) + 0.5 / sharp
     if not bool((largest.abs() * (1 - 16 * _U) <= size + slack + ties).all()):
-        return None  # no log-sum-exp of these values; a NaN is not smaller either
+        return None  # not a log-sum-exp of these values, or NaN
     above = largest.abs() * (16 * _U) + slack
     below = above + ties
     return _Bounds(largest, above, below)
@@ -229,11 +229,11 @@ def _parts(
 def _chosen(
     q: Tensor, k: Tensor, scale: float, site: SiteStatistics, runs: list[_Run]
 ) -> tuple[float, NDArray[np.int64], NDArray[np.int64]] | None:
-    """Rows that may change a site, and what the largest magnitudes of the site reach for certain.
+    """Rows that may change a site, and a magnitude that its largest ones certainly reach.
 
     Returns:
-        The magnitude; (c, 3) of (sequence, head, row); (c, 2), the keys that each of them sees.
-        None where the bounds do not help.
+        The magnitude; (c, 3) of (sequence, head, row); (c, 2), the keys that each row sees. None if
+        the bounds do not help.
     """
     bounds = []
     for run in runs:
@@ -247,7 +247,7 @@ def _chosen(
     held = torch.from_numpy(np.stack([site.max, -site.min])).to(q.device)
     reached = torch.stack([held, *(x.amax((1, 3)) for x in sure)]).amax(0)  # (2, H)
     floor = site.top.threshold
-    lengths = torch.cat([x.amax(0).flatten() for x in sure])  # of a different logit each
+    lengths = torch.cat([x.amax(0).flatten() for x in sure])  # each of a different logit
     if 0 < site.top.rank <= len(lengths):
         floor = max(floor, float(torch.topk(lengths, site.top.rank).values[-1]))
     places, spans = [], []

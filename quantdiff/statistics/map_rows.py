@@ -1,7 +1,7 @@
-"""What each row of attention maps measures, block by block of rows, in plain torch on any device.
+"""Measures of each row of attention maps, by blocks of rows, in plain torch on any device.
 
-A block of logits becomes weights, is measured and dropped; only numbers a row are kept, so that
-memory grows with the length and not with its square.
+A block of logits is turned into weights, measured and dropped; only a few numbers per row are kept,
+so that memory grows with the length and not with its square.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +17,13 @@ from quantdiff.statistics.visible import Visible
 
 __all__ = ["BLOCK_ELEMENTS", "Pairs", "Rows", "Spans", "map_rows"]
 
-BLOCK_ELEMENTS = 1 << 19  # of a block of weights; about eight blocks live at a time
+BLOCK_ELEMENTS = 1 << 19  # weights per block; about eight blocks exist at a time
 
-# Stands for −inf where a key is hidden: 0 · HIDDEN is 0, and an infinite logit stays apart from it.
+# Stands for −inf where a key is hidden: 0 · HIDDEN is 0, and infinite logits stay distinguishable.
 HIDDEN = torch.finfo(torch.float32).min
 TINY = torch.finfo(torch.float32).tiny
 
-# By name, each (h, n) for h maps and n rows, fp32 unless said otherwise:
+# By name, each (h, n) for h maps and n rows, fp32 unless stated otherwise:
 #   visible        keys that the row sees; 0 for a row that does not count
 #   total, mass    Σw and Σ|w|
 #   negative       entries w < 0, and negative_mass = Σ|w| over them
@@ -55,11 +55,11 @@ class _Keys:
     """Which keys the n rows of a block see: columns m of the block, for 1 or H heads.
 
     Attributes:
-        seen: (1 or H, n, m) bool where a mask says it, else None.
-        visible: (1 or H, n) fp32, keys seen.
-        first: (1 or H, n) bool, the first token is seen.
-        column: of the first token in the block, or None where it lies outside.
-        span: (row of the block, first column, last + 1), where the block holds a span row.
+        seen: (1 or H, n, m) bool if there is a mask, else None.
+        visible: (1 or H, n) fp32, number of keys seen.
+        first: (1 or H, n) bool, whether the first token is seen.
+        column: column of the first token in the block, or None if it lies outside.
+        span: (row of the block, first column, last + 1) if the block holds a span row.
     """
 
     seen: Tensor | None
@@ -69,7 +69,7 @@ class _Keys:
     span: tuple[int, int, int] | None
 
     def of_pairs(self, first: list[int], second: list[int]) -> "_Keys":
-        """What a difference sees: a key that either map sees, in rows where both see one."""
+        """Keys that a difference sees: those that either map sees, in rows where both see one."""
         if len(self.visible) == 1 or self.seen is None:
             return self
         seen = self.seen[first] | self.seen[second]  # (h, n, m)
@@ -77,7 +77,7 @@ class _Keys:
         return _Keys(
             seen,
             torch.where(both, seen.sum(-1, dtype=torch.float32), 0.0),
-            self.first[first],  # matters where one key is seen, then by both maps
+            self.first[first],  # matters only if one key is seen, then by both maps
             self.column,
             self.span,
         )
@@ -102,7 +102,7 @@ def map_rows(
 
     Args:
         q: (H, N, D) fp32; k: (G, M, D) fp32, H a multiple of G.
-        sequence: which of the batch it is, for what has a batch dimension.
+        sequence: its index in the batch, for arguments with a batch dimension.
         zero, span, span_row: of this sequence, as in `maps.measure_maps`.
         scale, visible, pairs, softcap, bias, sink: of the batch, as there.
 
@@ -152,7 +152,7 @@ def _logits(q: Tensor, k: Tensor) -> Tensor:
 def _hide(
     s: Tensor, start: Tensor, stop: Tensor, low: int, extra: Tensor | None, zero: int
 ) -> _Keys:
-    """Hide in a block s (H, n, m), in place, what rows may not attend; start, stop: (n,)."""
+    """Hide keys of a block s (H, n, m) that rows may not attend, in place; start, stop: (n,)."""
     width = s.shape[-1]
     inside = 0 <= zero - low < width
     column = zero - low if inside else None
@@ -178,9 +178,9 @@ def _hide(
 def _measure(
     s: Tensor, keys: _Keys, sink: Tensor | None, pairs: Pairs | None, lam: Tensor | None
 ) -> dict[str, Rows]:
-    """The rows of one block of logits s (H, n, m), which is overwritten, by kind of map."""
+    """Measure the rows of a block of logits s (H, n, m), which is overwritten, by kind of map."""
     low, high = s.amin(-1), s.amax(-1)  # (H, n)
-    # Not a comparison that a NaN would pass; −inf lies below what is hidden.
+    # Written so that NaN fails the comparison; −inf lies below HIDDEN.
     bad = ~((low >= HIDDEN) & (high < torch.inf)).all(-1)
     if sink is not None:
         bad |= ~(sink < torch.inf)
@@ -194,7 +194,7 @@ def _measure(
     w *= (1 / z)[..., None]  # z is 1 or more: its largest term is e⁰
     total = w.sum(-1)
     none = torch.zeros_like(total)
-    # −Σ p ln p with p = e^t / Σe^t, which a sink does not enter.
+    # −Σ p ln p with p = e^t / Σe^t, which excludes a sink.
     entropy = keys_part.clamp(min=TINY).log() - (w * t).sum(-1) / total.clamp(min=TINY)
     softmax = {
         "total": total,
@@ -214,7 +214,7 @@ def _measure(
     wrong = ~lam.isfinite().flatten(1).all(1)
     if wrong.any():
         raise NonFiniteError(pairs.first[int(wrong.nonzero()[0])])
-    # Where both weights underflow, their logarithms still say which is the larger.
+    # Where both weights underflow, their logarithms still show which is larger.
     gap = z[pairs.first].log() - z[pairs.second].log() + lam[..., 0].log()  # (h, n)
     negative = t[pairs.first] < t[pairs.second] + gap[..., None]  # (h, n, m)
     d = w[pairs.first] - lam * w[pairs.second]  # (h, n, m)
@@ -234,7 +234,7 @@ def _measure(
 
 
 def _places(w: Tensor, magnitude: Tensor, keys: _Keys) -> Rows:
-    """What the weights w (h, n, m) are on the first token and the span, how many, and how long."""
+    """Weights w (h, n, m) on the first token and on the span, number of keys seen, and norm."""
     shape = w.shape[:2]
     span = torch.full((2, *shape), torch.nan, device=w.device)
     if keys.span is not None:
@@ -246,7 +246,7 @@ def _places(w: Tensor, magnitude: Tensor, keys: _Keys) -> Rows:
         "visible": keys.visible.expand(shape),
         "first": first if keys.column is None else w[..., keys.column].clone(),
         "alone": ((keys.visible == 1) & keys.first).expand(shape),
-        # A plain sum: torch adds it up pairwise, a vector norm in order.
+        # A plain sum, which torch adds up pairwise; a vector norm would be summed in order.
         "norm": (w * w).sum(-1).sqrt(),
         "span": span[0],
         "span_abs": span[1],

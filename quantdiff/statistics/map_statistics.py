@@ -1,4 +1,4 @@
-"""What is kept of the attention maps of one kind in one layer: sums and extremes per head."""
+"""Statistics kept of the attention maps of one kind in one layer: sums, extremes per head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +31,13 @@ class MapStatistics:
         name: module path of the site.
         layer: index of the layer, from 0.
         kind: `softmax` (standard heads), `branch 1`, `branch 2` or `difference`.
-        heads: G query heads by their index in the projection; of a difference its map-1 head.
+        heads: G query heads by their index in the projection; for a difference its map-1 heads.
         counts: rows, weights, negative (entries), sink_rows and span_rows, each (G,) int64.
-        sums: over rows, of what the measures are means of, each (G,) fp64.
-        least, most: extremes over rows, each (G,) fp64; +inf and −inf where nothing was seen.
-        context_rms: of G groups, one value a row.
-        similarity_rows, similarity_sum: rows that have a similarity, and its sum over them.
+        sums: sums over rows of the quantities that the measures are means of, each (G,) fp64.
+        least, most: extremes over rows, each (G,) fp64; +inf and −inf if nothing was seen.
+        context_rms: histogram of G groups, one value per row.
+        similarity_rows, similarity_sum: number of rows that have a similarity, and its sum over
+            them.
     """
 
     name: str
@@ -53,7 +54,7 @@ class MapStatistics:
 
     @classmethod
     def empty(cls, name: str, layer: int, kind: str, heads: Sequence[int]) -> Self:
-        """Measures that hold nothing; the arguments are the attributes."""
+        """Empty statistics; the arguments are the attributes."""
         groups = len(heads)
         counts = lasting_zeros((len(_COUNTS), groups), np.int64)
         sums, least, most = (
@@ -69,7 +70,7 @@ class MapStatistics:
 
     @property
     def similarity(self) -> float | None:
-        """Mean cosine similarity of two heads' rows; None for one head or where no row has one."""
+        """Mean cosine similarity of two heads' rows; None for one head or if no row has one."""
         return self.similarity_sum / self.similarity_rows if self.similarity_rows else None
 
     @property
@@ -78,7 +79,7 @@ class MapStatistics:
         return self._measures(slice(None)) | {"similarity": self.similarity}
 
     def rows(self) -> Iterator[Measures]:
-        """One dictionary a head: head, counts and measures; None for what no row has."""
+        """One dictionary per head: head, counts and measures; None for measures that no row has."""
         for g, head in enumerate(self.heads):
             yield {"head": head} | self._measures(slice(g, g + 1))
 
@@ -106,7 +107,7 @@ class MapStatistics:
         self.similarity_sum += other.similarity_sum
 
     def add(self, rows: Mapping[str, NDArray[Any]]) -> None:
-        """Add rows as `map_rows.Rows` describes them, as numpy arrays."""
+        """Add rows, given as numpy arrays as described at `map_rows.Rows`."""
         visible = rows["visible"].astype(np.float64)
         counted = visible > 0
         sinks = counted & ~rows["alone"]
@@ -150,7 +151,7 @@ class MapStatistics:
         self.similarity_sum += float(similar.sum(dtype=np.float64))
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """All that is kept but name, layer, kind and heads, without loss, for safetensors."""
+        """Everything but name, layer, kind and heads, without loss, as arrays for safetensors."""
         group, column = np.nonzero(self.context_rms.counts[:, 0])  # no norm is negative
         return {
             **{f"counts.{name}": array.copy() for name, array in self.counts.items()},
@@ -174,11 +175,11 @@ class MapStatistics:
         heads: Sequence[int],
         arrays: Mapping[str, NDArray[Any]],
     ) -> Self:
-        """What `to_arrays` gave, with the attributes that it leaves out.
+        """Rebuild from the arrays of `to_arrays` and the attributes that it leaves out.
 
         Raises:
             KeyError: an array is missing.
-            ValueError: the arrays are those of another number of heads.
+            ValueError: the arrays are for another number of heads.
         """
         result = cls.empty(name, layer, kind, heads)
         for part in ("counts", "sums", "least", "most"):
@@ -247,7 +248,7 @@ class MapStatistics:
         }
         if self.kind == "difference":
             for name, norm in (("min", high), ("median", median), ("max", low)):
-                # JSON knows no infinity.
+                # JSON has no infinity.
                 measures[f"norm_gain_{name}"] = float(1 / norm) if rows and norm > 0 else None
         return measures | {
             "span_mass": mean("span_mass", "span_rows"),

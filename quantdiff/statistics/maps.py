@@ -1,6 +1,6 @@
 """Measures of attention maps, the softmax weights, in one pass and without an n×n tensor.
 
-`MAP_DEFINITIONS` says what each measure is. `map_rows.py` measures rows, block by block, and
+`MAP_DEFINITIONS` defines each measure. `map_rows.py` measures rows, block by block, and
 `map_statistics.py` keeps sums and extremes over them.
 """
 
@@ -82,39 +82,39 @@ def measure_maps(
     spans: Spans | None = None,
     span_rows: Tensor | None = None,
 ) -> None:
-    """Add the maps of softmax(softcap(q·kᵀ·scale) + bias) to the measures kept of them.
+    """Add the maps softmax(softcap(q·kᵀ·scale) + bias) to the statistics kept of them.
 
     Blocks of rows are computed in fp32 and summed in fp64; memory grows with N and M, never with
-    their product. Which of two weights of a difference is the larger is decided by their
-    logarithms, so that weights that underflow have the right sign too.
+    their product. Which of the two weights of a difference is larger is decided by their
+    logarithms, so that the sign is right even if they underflow.
 
     Args:
         q: (B, H, N, D), any floating dtype and device, heads in the order of the projection.
-        k: (B, G, M, D), H a multiple of G; query head h uses key head h // (H / G). Where a layout
-            says otherwise, as those whose maps have keys of their own, take the keys head by head:
-            (B, H, M, D).
+        k: (B, G, M, D), H a multiple of G; query head h uses key head h // (H / G). For layouts
+            that pair heads otherwise, such as those whose maps have their own keys, pass the keys
+            head by head: (B, H, M, D).
         scale: factor of q·kᵀ.
         visible: what may be attended. Queries that do not count, and rows whose mask leaves no
-            key, enter nothing. Under a mask a head, a difference sees what either map sees, in rows
-            where both see something.
-        sites: added to. Of standard heads `softmax`, with heads 0 … H − 1; of differential ones
-            `branch 1` and `branch 2`, with the heads of `first` and of `second`, each once and in
-            increasing order, and `difference`, with `first`.
+            key, are ignored. With one mask per head, a difference sees what either map sees, in
+            rows where both see something.
+        sites: statistics to add to. For standard heads `softmax`, with heads 0 … H − 1; for
+            differential ones `branch 1` and `branch 2`, with the heads of `first` and of `second`,
+            each once and in increasing order, and `difference`, with `first`.
         lam: λ, a number, or broadcastable to (B, h, N, 1) for h pairs; None for standard heads.
-        first, second: heads of map 1 and map 2, pair by pair; a head may stand in many pairs.
+        first, second: heads of map 1 and map 2, pair by pair; a head may be in many pairs.
         softcap: c of c·tanh(x / c), or None.
         bias: (first row, last row + 1) → (B or 1, H or 1, rows, M), added after the cap.
         sink: (H,) learned logits that take a share of the softmax without a key: rows then sum to
             less than 1.
-        key_zero: (B,) int, key index of each sequence's first token; None: 0.
+        key_zero: (B,) int, key index of each sequence's first token; None means 0.
         spans: for each sequence (first key, last key + 1), or None.
         span_rows: (B,) int, the query row at which a span's mass is taken, −1 for none; a row that
-            does not count gives none.
+            does not count is ignored.
 
     Raises:
         NonFiniteError: a NaN or an infinity among the logits that count, the sinks or λ, with the
             head; nothing was added.
-        ValueError: heads that do not divide, or arguments that do not belong together.
+        ValueError: heads that do not divide, or arguments that do not fit together.
     """
     batch, heads, rows, _ = q.shape
     if heads % k.shape[1]:
@@ -179,7 +179,7 @@ def _pairs(
 
 
 def _check_sites(sites: Mapping[str, MapStatistics], heads: int, pairs: Pairs | None) -> None:
-    """Refuse sites that are not those of these heads."""
+    """Refuse sites that do not match these heads."""
     if pairs is None:
         expected = {"softmax": list(range(heads))}
     else:

@@ -33,7 +33,7 @@ class Moments:
 
     @classmethod
     def empty(cls, groups: int) -> Self:
-        """Moments of `groups` groups that hold nothing."""
+        """Empty moments of `groups` groups."""
         sums = (lasting_zeros((groups,), np.float64) for _ in range(4))
         return cls(lasting_zeros((groups,), np.int64), *sums)
 
@@ -66,7 +66,7 @@ class Moments:
     def kurtosis(self) -> Array:
         """Pearson's kurtosis n·m4 / m2², 3 for a normal distribution, (G,); NaN without spread."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            # In this order nothing under- or overflows where the values themselves do not.
+            # In this order nothing under- or overflows unless the values themselves do.
             return self.count * (self.m4 / self.m2) / self.m2
 
     def merge(self, other: "Moments") -> None:
@@ -91,7 +91,7 @@ class Moments:
         self.count += other.count
 
     def spread(self, groups: NDArray[np.int64], total: int) -> "Moments":
-        """The same moments as the given groups of a larger set; the others hold nothing."""
+        """The same moments as the given groups of a larger set; the others are empty."""
         result = Moments.empty(total)
         for mine, theirs in zip(result.arrays(), self.arrays(), strict=True):
             mine[groups] = theirs

@@ -1,4 +1,4 @@
-"""The compiled kernels, where the installation could build them."""
+"""The compiled kernels, if the installation could build them."""
 
 import ctypes
 import importlib.util
@@ -72,7 +72,7 @@ def _library() -> Any:
 
 @cache
 def team() -> int | None:
-    """Address of the function that runs code on the threads that torch computes with, or None."""
+    """Address of the function that runs code on torch's compute threads, or None."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     for name in (*map(str, bundled), None):
         try:
@@ -83,7 +83,7 @@ def team() -> int | None:
 
 
 def available() -> bool:
-    """Whether the compiled kernels were built; without them plain torch serves."""
+    """Whether the compiled kernels were built; otherwise plain torch is used."""
     return _library() is not None
 
 
@@ -101,19 +101,19 @@ def run(
     threshold: float,
     histogram: NDArray[np.int64],
 ) -> tuple[NDArray[Any], NDArray[np.int32], NDArray[Any]]:
-    """One pass over the logits of q and k, or over the rows of q where k is None.
+    """One pass over the logits of q and k, or over the rows of q if k is None.
 
     Args:
         q: (B, H, N, D) fp32 on the CPU, last dimension contiguous.
         k: (B, G, M, D) likewise, H a multiple of G.
         scale: factor of q·k.
         start, stop: (B, N) int32, contiguous: row n counts keys start ≤ m < stop.
-        mask: (B, 1 or H, N, M) bool, last dimension contiguous; False entries do not count.
+        mask: (B or 1, H or 1, N, M) bool, last dimension contiguous; False entries do not count.
         unit: (B·H, 2) fp32: weight and weighted pivot of the moments.
-        full: moments and histogram too.
-        rank: how many of the largest magnitudes are wanted.
-        threshold: magnitudes below it are not wanted.
-        histogram: (H, 65536) int64, zero; counts are added to it.
+        full: compute moments and histogram too.
+        rank: how many of the largest magnitudes are needed.
+        threshold: smaller magnitudes are not needed.
+        histogram: (H, 65536) int64, all zero; counts are added to it.
 
     Returns:
         One record of PARTIAL per sequence and head, (B·H,); the lowest and highest magnitude bin

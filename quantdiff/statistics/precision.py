@@ -1,4 +1,4 @@
-"""Products in true fp32, whatever the process allows for its own."""
+"""Products in true fp32, whatever precision the process allows elsewhere."""
 
 import threading
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _lock = threading.RLock()
 
 @contextmanager
 def true_fp32() -> Iterator[None]:
-    """Products of fp32 are not rounded to TF32 or bf16 in here.
+    """Keep fp32 products from being rounded to TF32 or bf16 in this context.
 
     The settings are read and written one by one: torch's older setting for all of them raises
-    where one was set by itself, which `torch.backends.cuda.matmul.fp32_precision` is for.
+    if one was set separately, as `torch.backends.cuda.matmul.fp32_precision` allows.
     """
-    with _lock:  # settings of the process: two recordings must not take turns at them
+    with _lock:  # process-wide settings: two recordings must not interleave here
         changed = []
         for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             allowed = products.fp32_precision
@@ -31,7 +31,7 @@ def true_fp32() -> Iterator[None]:
             yield
         finally:
             for products, allowed in changed:
-                products.fp32_precision = "none"  # follows the setting above it, if there is one
+                products.fp32_precision = "none"  # inherits the parent setting, if there is one
                 if products.fp32_precision != allowed:
                     products.fp32_precision = allowed
 

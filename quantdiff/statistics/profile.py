@@ -1,4 +1,4 @@
-"""A recording as an object: what was seen at the attention logits and the hidden states."""
+"""A recording as an object: statistics of the attention logits and the hidden states."""
 
 import copy
 import hashlib
@@ -58,21 +58,21 @@ LAMBDA = "λ = sigmoid(W·x) of every real token and pair of heads, as the model
 
 @dataclass(eq=False)
 class Profile:
-    """What a recording saw: mergeable, saveable, plottable.
+    """The result of a recording: mergeable, saveable, plottable.
 
     Attributes:
         model: name, family, layout, parameters, dtype, lambda.
         data: source, tokens, sequences, sequence_length.
         definition: what was counted, in words.
         detail: `full` or `extremes`.
-        partial: the recording was cut short.
+        partial: whether the recording was cut short.
         attention_logits, hidden_states: the statistics.
-        versions: of the libraries that the numbers depend on.
-        command: the command line that made it, if one did.
-        lambdas: where λ is one number a token and pair, as in DIFF V2: its distribution, one site a
-            layer whose groups are the pairs; elsewhere empty.
-        maps: measures of the attention maps, by layer and kind; None where they were not asked for.
-        sites: `linear_inputs`, `keys` and `values`, those that were asked for.
+        versions: versions of the libraries that the numbers depend on.
+        command: the command line that made it, if any.
+        lambdas: where λ is one number per token and pair, as in DIFF V2: its distribution, one site
+            per layer whose groups are the pairs; otherwise empty.
+        maps: measures of the attention maps, by layer and kind; None if not requested.
+        sites: those of `linear_inputs`, `keys` and `values` that were requested.
     """
 
     model: dict[str, Any]
@@ -90,10 +90,10 @@ class Profile:
 
     @property
     def linear_inputs(self) -> LinearInputs:
-        """What goes into the linear modules.
+        """The inputs of the linear modules.
 
         Raises:
-            UsageError: it was not recorded.
+            UsageError: they were not recorded.
         """
         return cast(LinearInputs, self._site("linear_inputs"))
 
@@ -154,16 +154,16 @@ class Profile:
         return result
 
     def to_frame(self) -> "pd.DataFrame":
-        """One row a site and head: activation, name, layer, head, branch, count and statistics.
+        """One row per site and head: activation, name, layer, head, branch, count and statistics.
 
-        Where channels were recorded, also the median magnitude and what `Outliers` tells.
+        Where channels were recorded, also the median magnitude and the fields of `Outliers`.
         """
-        import pandas as pd  # 45 MB that a recording need not hold
+        import pandas as pd  # 45 MB that a recording does not need
 
         return pd.DataFrame(list(self._rows()))
 
     def maps_frame(self) -> "pd.DataFrame":
-        """One row a layer, kind of map and head, with the measures of `MAP_DEFINITIONS`.
+        """One row per layer, kind of map and head, with the measures of `MAP_DEFINITIONS`.
 
         Raises:
             UsageError: the maps were not measured.
@@ -179,7 +179,7 @@ class Profile:
         ])  # fmt: skip
 
     def summary(self) -> "pd.DataFrame":
-        """The paper's Table 5: top-1, 2, 3, 10, 100 and median, one row an activation."""
+        """The paper's Table 5: top-1, 2, 3, 10, 100 and median, one row per activation."""
         import pandas as pd
 
         rows = {
@@ -192,7 +192,7 @@ class Profile:
         return pd.DataFrame.from_dict(rows, orient="index", dtype=float)
 
     def save(self, folder: str | Path) -> None:
-        """Write `profile.json` and `profile.safetensors` into a folder, made if missing."""
+        """Write `profile.json` and `profile.safetensors` to a folder, created if needed."""
         from quantdiff.statistics.storage import save_profile
 
         save_profile(self, Path(folder))
@@ -260,7 +260,7 @@ class Profile:
 
 
 def _join_provenance(result: Profile, other: Profile) -> None:
-    """Say what data and versions a merged profile stands for."""
+    """Record the data and versions of both profiles in the merged one."""
     if result.data["source"] != other.data["source"]:
         result.data["source"] = f"{result.data['source']} + {other.data['source']}"
     prints = [profile.data.get("fingerprint") for profile in (result, other)]

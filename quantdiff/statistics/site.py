@@ -1,4 +1,4 @@
-"""What is kept of one site: exact extremes and moments per group, and the histogram."""
+"""Statistics kept of one site: exact extremes and moments per group, and the histogram."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ __all__ = ["SiteStatistics", "of_groups"]
 
 @dataclass(eq=False)
 class SiteStatistics:
-    """Statistics of one tensor of a layer, per group (a head; one group where there are none).
+    """Statistics of one tensor of a layer, per group (a head, or one group if there are none).
 
     Attributes:
         name: module path of the site.
         layer: index of the layer, from 0.
         count: (G,) int64.
-        min, max: (G,) fp32; +inf and −inf for a group that holds nothing.
+        min, max: (G,) fp32; +inf and −inf for an empty group.
         top: the largest magnitudes of the site with their coordinates.
-        uncapped: (G,) fp32, largest magnitude before the soft cap, where the model has one.
-        moments: None where only extremes were recorded.
-        histogram: None where only extremes were recorded.
-        channels: of values with channels, where they were asked for; else None.
+        uncapped: (G,) fp32, largest magnitude before the soft cap, if the model has one.
+        moments: None if only extremes were recorded.
+        histogram: None if only extremes were recorded.
+        channels: for values with channels, if requested; else None.
     """
 
     name: str
@@ -55,16 +55,16 @@ class SiteStatistics:
         coordinates: int,
         width: int | None = None,
     ) -> Self:
-        """Statistics that hold nothing.
+        """Empty statistics.
 
         Args:
             name: module path.
             layer: index of the layer.
             groups: number of groups G.
-            full: with moments and histogram.
+            full: whether to keep moments and histogram.
             rank: how many of the largest magnitudes are kept.
             coordinates: how many coordinates each of them has.
-            width: number of channels, whose extremes are kept too; None without them.
+            width: number of channels, whose extremes are kept too; None for no channels.
         """
         least, most = (lasting_zeros((groups,), np.float32) for _ in range(2))
         least[:], most[:] = np.inf, -np.inf
@@ -129,11 +129,11 @@ class SiteStatistics:
             self.channels.merge(other.channels)
 
     def spread(self, groups: Sequence[int], total: int) -> "SiteStatistics":
-        """The same statistics as some of the groups of a larger site; the others hold nothing.
+        """The same statistics as some of the groups of a larger site; the others are empty.
 
         Args:
-            groups: where each group goes, G different indices; the coordinates of `top` are told by
-                whoever offers them.
+            groups: where each group goes, G different indices; the coordinates of `top` are kept as
+                they were offered.
             total: number of groups of the larger site.
         """
         rank, coordinates = self.top.rank, self.top.coordinates.shape[1]
@@ -156,10 +156,10 @@ class SiteStatistics:
         return whole
 
     def rows(self) -> Iterator[dict[str, float | int | None]]:
-        """One dictionary a group: absmax, min, max, mean, std, kurtosis (None where not known).
+        """One dictionary per group: absmax, min, max, mean, std, kurtosis (None if unknown).
 
-        Where the model caps its logits, also uncapped_absmax; of values whose channels were kept
-        also their median magnitude and what `Outliers` tells.
+        Where the model caps its logits, also uncapped_absmax; where channels were kept, also the
+        median magnitude and the fields of `Outliers`.
         """
         medians = None
         if self.channels is not None and self.histogram is not None:
@@ -190,7 +190,7 @@ class SiteStatistics:
 
 
 def of_groups(name: str, layer: int, values: NDArray[np.float32]) -> SiteStatistics:
-    """Statistics of a few values that are all there, without places.
+    """Statistics of a few values that are all available, without coordinates.
 
     Args:
         name, layer: as in `SiteStatistics`.

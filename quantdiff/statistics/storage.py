@@ -96,7 +96,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 
 def _lambda_rows(site: SiteStatistics) -> list[dict[str, Any]]:
-    """λ of each pair of heads: how it is spread over the tokens."""
+    """λ of each pair of heads: its distribution over the tokens."""
     medians = [] if site.histogram is None else site.histogram.percentile(50).tolist()
     kept = ("min", "max", "mean", "std")
     return [
@@ -106,12 +106,12 @@ def _lambda_rows(site: SiteStatistics) -> list[dict[str, Any]]:
 
 
 def read_content(path: Path, kind: str, newest: int, word: str) -> dict[str, Any]:
-    """The JSON file of a result, whose entry `format` is `kind` and a version.
+    """Read the JSON file of a result, whose entry `format` is `kind` and a version.
 
     Args:
         path: the file.
-        kind: of the format, for example `quantdiff.profile`.
-        newest: version that can be read.
+        kind: the format, for example `quantdiff.profile`.
+        newest: newest version that can be read.
         word: what the file holds, for messages, for example `profile`.
 
     Raises:
@@ -136,7 +136,7 @@ def read_content(path: Path, kind: str, newest: int, word: str) -> dict[str, Any
 
 
 def read_branches(sites: list[dict[str, Any]]) -> dict[str, list[int | None]]:
-    """The branch of each head, by site, of the logit sites of a JSON file."""
+    """The branch of each head, by site, from the logit sites of a JSON file."""
     return {site["name"]: [head["branch"] for head in site["heads"]] for site in sites}
 
 
@@ -177,7 +177,7 @@ def _totals(part: Activations) -> dict[str, Any]:
 
 
 def _described(part: Values) -> dict[str, Any]:
-    """The entry of a kind of activation that is no logit."""
+    """The entry for a kind of activation other than logits."""
     sites: list[dict[str, Any]] = []
     for site in part.sites:
         place = {"name": site.name, "layer": site.layer}

@@ -1,8 +1,8 @@
 """Statistics of attention logits and plain tensors in one pass, block by block.
 
 The logits never exist as a whole: a block of query rows is multiplied with the keys it may attend,
-counted and dropped. On a CPU compiled kernels do it where they were built; elsewhere, and for
-logits that are capped or biased, plain torch does.
+counted and dropped. On a CPU, compiled kernels are used if they were built; elsewhere, and for
+capped or biased logits, plain torch is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _BINS = native.BINS
 
 
 class NonFiniteError(ValueError):
-    """A NaN or an infinity among the values; `group` tells the head."""
+    """A NaN or an infinity among the values; `group` is the head."""
 
     def __init__(self, group: int) -> None:
         super().__init__(f"NaN or infinity in group {group}")
@@ -57,24 +57,23 @@ def measure_logits(
     """Add the logits softcap(q·kᵀ·scale) + bias to a site's statistics.
 
     Args:
-        q: (B, H, N, D), any floating dtype; products and sums are fp32 of the values given.
+        q: (B, H, N, D), any floating dtype; products and sums are fp32 of the given values.
         k: (B, G, M, D), or (1, G, M, D) for all sequences; H a multiple of G: query head h uses key
             head h // (H / G).
         scale: factor of q·kᵀ.
         visible: what may be attended.
-        site: (H groups) added to; with moments and histogram if it has them.
+        site: statistics of H groups to add to, with moments and histogram if it has them.
         locate: maps (n, 4) int64 of (head, batch, query row, key) to the coordinates of
-            `site.top`;
-            must keep the order.
+            `site.top`; must keep the order.
         softcap: c of c·tanh(x / c), or None.
         bias: (first row, last row + 1) → (B or 1, H or 1, rows, M), added after the cap.
-        compiled: False takes the plain torch path.
-        log_sum_exp: whether extremes are found by a flash kernel's log-sum-exp; None means on
-            a CUDA GPU, for a site without moments, where a kernel takes the call.
+        compiled: False selects the plain torch path.
+        log_sum_exp: whether to find extremes from a flash kernel's log-sum-exp; None means only
+            on a CUDA GPU, for a site without moments, if a kernel supports the call.
 
     Raises:
         NonFiniteError: a NaN or an infinity among the logits that count; nothing was added.
-        ValueError: queries and keys that do not go together, or `log_sum_exp` where it cannot be.
+        ValueError: queries and keys that do not fit together, or `log_sum_exp` where impossible.
     """
     k = _keys_of_all(q, k)
     if not q.numel() or not k.numel():
@@ -82,7 +81,7 @@ def measure_logits(
     with torch.autocast(q.device.type, enabled=False):
         full = site.moments is not None
         if log_sum_exp or (log_sum_exp is None and q.is_cuda):
-            # A kernel wants the model's own dtype, whose values are the same numbers.
+            # A kernel needs the model's own dtype; the values are the same numbers.
             plain = softcap is None and bias is None and not full
             known = lse_logits(q, k, scale, visible, site) if plain else None
             if known is not None:
@@ -100,10 +99,10 @@ def measure_logits(
 
 
 def _keys_of_all(q: Tensor, k: Tensor) -> Tensor:
-    """The keys of each sequence of q (B, H, N, D), (B, G, M, D), of k (B or 1, G, M, D).
+    """Expand k (B or 1, G, M, D) to the keys (B, G, M, D) of each sequence of q (B, H, N, D).
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: they do not fit together.
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} key heads")
@@ -126,7 +125,7 @@ def _logits(
     bias: Callable[[int, int], Tensor] | None,
     compiled: bool,
 ) -> Iterator[Part]:
-    """By the compiled kernels where they can, else in plain torch; q and k are fp32."""
+    """Use the compiled kernels where possible, else plain torch; q and k are fp32."""
     plain = softcap is None and bias is None
     if compiled and plain and q.device.type == "cpu" and native.available():
         return _compiled_logits(q, k, scale, visible, unit, site)
@@ -143,7 +142,7 @@ def logit_extremes(
     softcap: float | None = None,
     bias: Callable[[int, int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The least and the largest logit of each sequence and head.
+    """The smallest and the largest logit of each sequence and head.
 
     Args:
         q, k, scale, visible, softcap, bias: as in `measure_logits`.
@@ -153,7 +152,7 @@ def logit_extremes(
 
     Raises:
         NonFiniteError: a NaN or an infinity among the logits that count.
-        ValueError: queries and keys that do not go together.
+        ValueError: queries and keys that do not fit together.
     """
     k = _keys_of_all(q, k)
     batch, heads = q.shape[:2]
@@ -193,10 +192,9 @@ def measure_values(
     Args:
         values: (N, D), or (G, N, D) for a site of G groups, any floating dtype.
         rows: (N,) bool, the rows that count.
-        site: one group, or G, added to; with the extremes of its D channels if it has them.
-        locate: maps (n, 4) int64 of (group, 0, row, column) to the coordinates of
-            `site.top`.
-        compiled: False takes the plain torch path.
+        site: statistics of one group, or G, to add to, with extremes of D channels if it has them.
+        locate: maps (n, 4) int64 of (group, 0, row, column) to the coordinates of `site.top`.
+        compiled: False selects the plain torch path.
 
     Raises:
         NonFiniteError: a NaN or an infinity in a row that counts; nothing was added.
@@ -228,7 +226,7 @@ def _add(
 ) -> None:
     """Gather the parts of one call, and add them only if all of them are finite.
 
-    `values` (G, n, C) are those of which a site with channels keeps the extremes, if any.
+    `values` (G, n, C), if given, are those whose extremes a site with channels keeps.
     """
     heads = site.groups
     sums = np.zeros((batch, heads, 4))
@@ -264,7 +262,7 @@ def _add(
             weight, pivot = units[b].T
             fresh.moments.merge(Moments.from_sums(counts[b], sums[b], weight, pivot))
         for moment in (fresh.moments.m2, fresh.moments.m3, fresh.moments.m4):
-            moment[fresh.min == fresh.max] = 0.0  # no spread, and no rounding that looks like one
+            moment[fresh.min == fresh.max] = 0.0  # no spread, whatever rounding left
     if fresh.channels is not None and values is not None:
         fresh.channels.add(values)
     site.merge(fresh)
@@ -275,12 +273,12 @@ def _no_unit(groups: int) -> NDArray[np.float32]:
 
 
 def _some(x: Tensor) -> Tensor:
-    """At most 256 rows of x (..., N, D), evenly spaced: pivot and weight need no more."""
+    """Fewer than 512 rows of x (..., N, D), evenly spaced: pivot and weight need no more."""
     return x[..., :: max(1, x.shape[-2] // 256), :]
 
 
 def _logit_unit(q: Tensor, k: Tensor, scale: float) -> NDArray[np.float32]:
-    """In closed form: mean over all pairs (Σq)·(Σk) / NM, spread by the rows' mean lengths."""
+    """In closed form: mean over all pairs (Σq)·(Σk) / NM, spread from the rows' mean norms."""
     repeat = q.shape[1] // k.shape[1]
     q, k = _some(q), _some(k)
     key_mean = k.mean(2).repeat_interleave(repeat, 1)  # (B, H, D)
@@ -294,7 +292,7 @@ def _value_unit(x: Tensor) -> NDArray[np.float32]:
     return unit_of(mean, std)
 
 
-# A table of 65,536 counts a head is kept between calls; only the bins in use are read and cleared.
+# A table of 65,536 counts per head is kept between calls; only bins in use are read and cleared.
 _tables: dict[int, NDArray[np.int64]] = {}
 
 
@@ -330,7 +328,7 @@ def _call(
 def _compiled_values(
     x: Tensor, rows: Tensor, unit: NDArray[np.float32], site: SiteStatistics
 ) -> Iterator[Part]:
-    """Of x (G, N, D), a group after the other."""
+    """Parts of x (G, N, D), one group after the other."""
     stop = rows.int()[None].cpu()
     start = torch.zeros_like(stop)
     for g, group in enumerate(x):

@@ -1,4 +1,4 @@
-"""The k largest magnitudes with their coordinates, exact, ties to the lowest coordinate."""
+"""The k largest magnitudes with their coordinates, exact; ties go to the lowest coordinate."""
 
 from typing import Self
 
@@ -14,7 +14,7 @@ class Top:
     """The `rank` largest magnitudes offered, in descending order."""
 
     def __init__(self, rank: int, coordinates: int) -> None:
-        """Nothing is kept yet; each item will have so many coordinates."""
+        """Start empty; each item will have the given number of coordinates."""
         self._count = 0
         self._values = lasting_zeros((rank,), np.float32)
         self._coordinates = lasting_zeros((rank, coordinates), np.int64)
@@ -43,7 +43,7 @@ class Top:
 
     @property
     def threshold(self) -> float:
-        """A smaller magnitude than this cannot enter; −1 while there is room."""
+        """Smaller magnitudes than this cannot enter; −1 while there is room."""
         if self._count < self.rank:
             return -1.0
         return float(self._values[-1]) if self.rank else float("inf")

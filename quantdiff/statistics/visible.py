@@ -16,8 +16,8 @@ class Visible:
     Attributes:
         start, stop: (B, N) int32; query n may attend keys start ≤ m < stop. A query that does not
             count has stop ≤ start.
-        mask: what the interval cannot say: (B or 1, H or 1, N, M) bool, True = may be attended; or
-            a function (first row, last row + 1) → the same for those rows only.
+        mask: what the interval cannot express: (B or 1, H or 1, N, M) bool, True = may be attended;
+            or a function (first row, last row + 1) → the same for those rows only.
     """
 
     start: Tensor
@@ -42,7 +42,7 @@ class Visible:
         return cls(start, torch.full_like(start, keys))
 
     def only(self, rows: Tensor) -> "Visible":
-        """The same, with only the queries that `rows` (B, N) bool marks counting."""
+        """The same, counting only the queries marked in `rows`, (B, N) bool."""
         return Visible(self.start, torch.where(rows, self.stop, self.start), self.mask)
 
     def mask_rows(self, first: int, last: int) -> Tensor | None:

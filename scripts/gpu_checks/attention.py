@@ -25,7 +25,7 @@ from quantdiff.errors import UsageError
 __all__ = ["attention_checks", "flash_state"]
 
 KINDS = ("standard", "v1", "v2", "grouped")
-# Of the largest magnitude, and of the root mean square.
+# Relative to the largest magnitude, and to the root mean square.
 BOUNDS = {torch.bfloat16: (5e-2, 2e-2), torch.float32: (1e-4, 1e-5)}
 
 
@@ -42,14 +42,14 @@ def flash_state(kernel: flash.Kernel) -> str | None:
 
 
 def attention_checks(place: Place, *, flex: bool) -> list[Check]:
-    """The checks of flex, which compile for long on a GPU, or those of all other backends."""
+    """The checks of flex, which take long to compile on a GPU, or those of all other backends."""
     checks: list[Check] = []
     widths = (16,) if place.small else (64, 128)
     for width in widths:
         for kind in KINDS:
             for dtype in BOUNDS:
                 if flex:
-                    # A compilation each: on a GPU the two extremes of the layouts will do.
+                    # Each needs a compilation: on a GPU the two extreme layouts suffice.
                     short = not place.small and (
                         kind not in ("standard", "v1") or width != widths[0]
                     )
@@ -68,7 +68,7 @@ def attention_checks(place: Place, *, flex: bool) -> list[Check]:
 
 @contextmanager
 def _only(kernel: flash.Kernel | None) -> Iterator[None]:
-    """The backend `flash` takes this package and no other."""
+    """Make the backend `flash` use only this package."""
     if kernel is None:
         yield
         return
@@ -109,7 +109,7 @@ def _check(
     module = _build(kind, width)
     module.heads.backend = backend
     with torch.no_grad():
-        module.q_proj.weight *= 4  # or attention would be all but uniform
+        module.q_proj.weight *= 4  # or attention would be nearly uniform
     module = module.to(place.device, dtype)
     x = torch.randn(3, rows, module.embed_dim, dtype=dtype).to(place.device)
     table = rotary_table(torch.arange(rows, device=place.device), width)
@@ -140,7 +140,7 @@ def _check(
 def _reference(
     module: Attention, x: Tensor, query: Tensor, key: Tensor, value: Tensor, kept: Tensor | None
 ) -> Tensor:
-    """The module's output from the queries, keys and values as its backend got them, in fp64."""
+    """The module's output from the queries, keys and values that its backend received, in fp64."""
     x, query, key, value = (t.cpu().double() for t in (x, query, key, value))
     weights = {name: t.cpu().double() for name, t in module.state_dict().items()}
     rows, keys = query.shape[2], key.shape[2]

@@ -1,4 +1,4 @@
-"""What a check gives back, and where it runs."""
+"""What a check returns, and where it runs."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,11 +12,11 @@ __all__ = ["Check", "Found", "MissingPartError", "NotReachedError", "Place", "la
 
 
 class MissingPartError(Exception):
-    """The machine lacks what the check is about; the message says what."""
+    """The machine lacks what the check needs; the message states what."""
 
 
 class NotReachedError(Exception):
-    """There is no time for it; the message says why."""
+    """There is no time for the check; the message states why."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Found:
     """What one check found.
 
     Attributes:
-        within: errors with the bound that each of them must keep.
+        within: errors, each with the bound that it must keep.
         told: what is only reported.
     """
 
@@ -44,7 +44,7 @@ class Place:
     Attributes:
         device: the GPU, or the CPU.
         small: sizes that a CPU computes in seconds.
-        until: the end of the time of the part under way, in seconds of `time.monotonic`.
+        until: when the current part's time ends, in seconds of `time.monotonic`.
     """
 
     device: torch.device
@@ -53,11 +53,11 @@ class Place:
 
     @property
     def left(self) -> float:
-        """Seconds left to the part under way."""
+        """Seconds left for the current part."""
         return self.until - time.monotonic()
 
     def wait(self) -> None:
-        """Until the GPU has done what it was told."""
+        """Wait until the GPU has done its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -66,7 +66,7 @@ Check = tuple[str, Callable[[], Found]]
 
 
 def largest(errors: Iterable[Any]) -> float:
-    """The largest of some numbers, or NaN where one is: `max` keeps it in the first place alone."""
+    """The largest number, or NaN if any is NaN, which `max` keeps only in the first place."""
     return float(np.max([float(error) for error in errors]))
 
 

@@ -1,4 +1,4 @@
-"""Every checkpoint format: written, loaded again, and the logits compared to the bit."""
+"""Every checkpoint format: written, loaded again, and the logits compared bit for bit."""
 
 import tempfile
 from functools import partial

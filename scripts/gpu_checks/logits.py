@@ -31,7 +31,7 @@ def _measure(case: "_Case", **options: bool) -> SiteStatistics:
 
 
 class _Case:
-    """Queries, keys, and what may be attended, on the device.
+    """Queries, keys, and what may be attended to, on the device.
 
     Attributes:
         q: (B, H, N, D); k: (B, H / 4, M, D).
@@ -56,7 +56,7 @@ class _Case:
         batch, heads = (1, 4) if rows > 4000 else (3, 8)
         keys = rows + more_keys
         sizes = (batch, heads, rows, width), (batch, heads // 4, keys, width)
-        if kind == "integers":  # products are exact, and many of them the same
+        if kind == "integers":  # products are exact, and many of them equal
             q, k = (torch.randint(-2, 3, size, generator=generator).float() for size in sizes)
         else:
             q, k = (torch.randn(size, generator=generator) for size in sizes)
@@ -82,13 +82,13 @@ class _Case:
         column = torch.arange(keys, device=place.device)
         start, stop = (x[:, None, :, None] for x in (self.visible.start, self.visible.stop))
         self.seen = (column >= start) & (column < stop)
-        # An fp32 product of two such vectors may be off by so much.
+        # An fp32 product of two such vectors may be off by this much.
         longest = float(self.q.double().norm(dim=-1).max() * wide.norm(dim=-1).max())
         self.rounding = abs(self.scale) * longest * (width + 8) * 2.0**-23
 
 
 def lse_checks(place: Place) -> list[Check]:
-    """Shapes, widths and values of every kind that the route has to stand."""
+    """Shapes, widths and values of every kind that the route must handle."""
     rows = 301 if place.small else 1501
     options: dict[str, dict[str, object]] = {
         "causal, d = 128": {"width": 128},
@@ -161,7 +161,7 @@ def _lse(place: Place, **options: object) -> Found:
 
 
 def _share(case: _Case, runs: list[lse._Run]) -> dict[str, tuple[float, float]]:
-    """How much of the error that is granted to the bounds they use, 1 being all of it."""
+    """The share of the error granted to the bounds that they use, 1 being all of it."""
     shares: dict[str, list[float]] = {"granted above": [], "granted below": []}
     for run in runs:
         bounds = lse._bounds(case.q, case.k, case.scale, run, lse.STEEPEST)
@@ -191,7 +191,7 @@ def _refused(place: Place, rows: int) -> Found:
 
 @contextmanager
 def _allowed(way: str) -> Iterator[None]:
-    """Products of fp32 may be TF32, said in one of torch's ways."""
+    """Allow TF32 for products of fp32, in one of torch's ways."""
     products = torch.backends.cuda.matmul
     try:
         if way == "set_float32_matmul_precision":
@@ -207,7 +207,7 @@ def _allowed(way: str) -> Iterator[None]:
 
 
 def tf32_checks(place: Place) -> list[Check]:
-    """The same numbers to the bit, whatever products the process allows."""
+    """The same numbers, bit for bit, whatever products the process allows."""
     ways = ("set_float32_matmul_precision", "allow_tf32", "fp32_precision")
     return [(way, partial(_tf32, place, way)) for way in ways]
 

@@ -25,15 +25,15 @@ MEASURES = (
     "context_rms_max", "similarity",
 )  # fmt: skip
 Summary = tuple[int, str, dict[str, float | None]]  # of a site: layer, kind, measures
-# Errors are relative to the value, or to this much where the value is less than it.
+# Errors are relative to the value, or to this where the value is smaller.
 FLOOR = 0.1
 # Of means, of extremes, and of the median, which is read from a histogram with bins of 0.5 %.
 Bounds = tuple[float, float, float]
-# Against fp64 of the very queries and keys that the model's dtype left: both dtypes alike.
+# Against fp64 of the same queries and keys, as the model's dtype left them: for both dtypes.
 EXACT: Bounds = (1e-5, 1e-4, 6e-3)
-# Against the same model on the CPU in eager attention, where every step rounds otherwise, in bf16
-# to eight bits: logits of 20 then differ by a tenth, and so does a weight. Means level that out
-# (eager and sdpa on a CPU: 0.007 at most), but not the row of two maps that cancel most (0.07).
+# Against the same model on the CPU in eager attention, where every step rounds differently, in bf16
+# to eight bits: logits of 20 then differ by a tenth, and so does a weight. Means average that out
+# (eager and sdpa on a CPU: 0.007 at most), but the row whose two maps cancel most does not (0.07).
 DRIFT: dict[torch.dtype, Bounds] = {
     torch.float32: (1e-4, 1e-4, 1.2e-2),
     torch.bfloat16: (3e-2, 0.25, 4e-2),
@@ -78,7 +78,7 @@ class _Call:
 
 @contextmanager
 def _watched(real: Tensor) -> Iterator[list[_Call]]:
-    """The maps of every layer that is measured; what they see is told by the real tokens alone."""
+    """The maps of every measured layer; what they see follows from the real tokens alone."""
     calls: list[_Call] = []
     measure = hooked.measure_maps
     place = torch.arange(real.shape[1])
@@ -105,7 +105,7 @@ def _watched(real: Tensor) -> Iterator[list[_Call]]:
 
 @contextmanager
 def _blocks_of(rows: int, heads: int, keys: int, device: torch.device) -> Iterator[None]:
-    """Maps are measured so many rows at a time, as longer texts would be."""
+    """Measure maps this many rows at a time, as happens with longer texts."""
     known = map_rows.BLOCK_ELEMENTS
     elements = rows * heads * keys
     map_rows.BLOCK_ELEMENTS = elements if device.type == "cpu" else -(-elements >> GPU_SHIFT)
@@ -116,7 +116,7 @@ def _blocks_of(rows: int, heads: int, keys: int, device: torch.device) -> Iterat
 
 
 def _model(family: str, small: bool) -> PreTrainedModel:
-    """Its attention is far from uniform: to even maps all errors would look small."""
+    """A model whose attention is far from uniform: on even maps all errors would look small."""
     model = small_model(family, small)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -177,7 +177,7 @@ def _materialised(w: Tensor, real: Tensor) -> dict[str, float | None]:
     size = w.abs().sum(-1, keepdim=True)
     p = w.abs() / size
     norm = w.norm(dim=-1)  # (rows, h)
-    more = row > pad[batch]  # sees another key than the first token
+    more = row > pad[batch]  # sees a key other than the first token
     unit = (w / norm[..., None])[more]
     cosine = unit @ unit.mT  # (rows, h, h)
     h = w.shape[1]

@@ -18,11 +18,11 @@ __all__ = ["quantization_checks"]
 
 SITE = "attention_logits"
 HEADS, GROUPS = 8, 2
-NEAR = 1e-4  # of a step: which side a logit so near to a boundary goes to is chance
+NEAR = 1e-4  # of a step: chance decides where a logit this near to a boundary goes
 
 
 def quantization_checks(place: Place) -> list[Check]:
-    """Blocks for every dtype and granularity, flex attention where it is compiled, their times."""
+    """Blocks for every dtype and granularity, flex attention where it compiles, and their times."""
     checks: list[Check] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for granularity in ("tensor", "head", "row"):
@@ -89,7 +89,7 @@ def _compare(place: Place, scheme: Scheme, dtype: torch.dtype, *, compiled: bool
     gap = (out - exact).abs().amax(-1)[~near] / v.double().abs().max()  # (rows,)
     rounding = 2e-5 if dtype == torch.float32 else 1e-2
     found = Found()
-    # Sums in another order move a logit that is a little farther from its boundary, too.
+    # Sums in another order also move a logit that is a little farther from its boundary.
     found.within["share of rows that differ"] = float((~(gap <= rounding)).double().mean()), 0.005
     found.within["not finite"] = float((~torch.isfinite(out)).sum()), 0.0
     found.told["rows left out"] = f"{float(near.double().mean()):.1%}"
@@ -97,7 +97,7 @@ def _compare(place: Place, scheme: Scheme, dtype: torch.dtype, *, compiled: bool
 
 
 def _gradients(place: Place) -> Found:
-    """Straight-through: at 8 bits they are nearly those of the plain softmax."""
+    """Straight-through gradients: at 8 bits they are nearly those of the plain softmax."""
     q, k, v, visible = _inputs(place, 100, torch.float32)
     given = [x.clone().requires_grad_() for x in (q, k, v)]
     scale = q.shape[-1] ** -0.5

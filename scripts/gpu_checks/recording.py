@@ -35,7 +35,7 @@ DRIFT = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 
 
 def recording_checks(place: Place, *, flex: bool) -> list[Check]:
-    """The checks of flex_attention, which compile for long on a GPU, or those of the others."""
+    """The checks of flex_attention, which take long to compile on a GPU, or those of the others."""
     checks: list[Check] = []
     for family in FAMILIES:
         wanted = [(name, torch.bfloat16) for name in ("eager", "sdpa", *FLASH)]
@@ -161,7 +161,7 @@ def _check(place: Place, family: str, implementation: str, dtype: torch.dtype) -
 
 
 def _generation(place: Place) -> Found:
-    """A static cache, whose unused end nobody attends to; on a GPU transformers compiles it."""
+    """A static cache, whose unused end is never attended to; on a GPU transformers compiles it."""
     model = small_model("Llama", place.small).to(place.device)
     batch = {name: x.to(place.device) for name, x in padded_batch(place.small).items()}
     given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -227,7 +227,7 @@ def _against_fp64(
 
 @contextmanager
 def _routed(found: Found) -> Iterator[None]:
-    """Tells how many of the calls were taken by the log-sum-exp."""
+    """Report how many of the calls the log-sum-exp took."""
     taken: list[bool] = []
     real = streaming.lse_logits
 
@@ -245,7 +245,7 @@ def _routed(found: Found) -> Iterator[None]:
 
 
 def _alike(short: Profile, full: Profile) -> dict[str, tuple[float, float]]:
-    """Extremes alone against those of the whole recording."""
+    """A recording of extremes only against those of the full one."""
     gaps: list[float] = []
     count = 0
     for a, b in zip(short.attention_logits.sites, full.attention_logits.sites, strict=True):

@@ -1,4 +1,4 @@
-"""What recording costs: time and memory beside the same forward pass without it."""
+"""What recording costs: time and memory relative to the same forward pass without it."""
 
 import contextlib
 import statistics
@@ -21,7 +21,7 @@ VARIANTS = ("forward", "extremes", "extremes streamed", "full")
 
 
 class _Bench:
-    """A Llama of random weights, and how long its passes took."""
+    """A Llama with random weights, and how long its passes took."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -49,7 +49,7 @@ class _Bench:
         return self._model
 
     def run(self, variant: str, length: int) -> tuple[float, float]:
-        """Seconds of one pass, and the peak of memory in MiB, 0 on a CPU."""
+        """Seconds of one pass, and peak memory in MiB, 0 on a CPU."""
         ids = torch.arange(length, device=self.place.device)[None] % 1000
         detail: Any = "full" if variant == "full" else "extremes"
         context: Any = contextlib.nullcontext()
@@ -71,7 +71,7 @@ class _Bench:
         return begin.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated() / 2**20
 
     def expected(self, variant: str, length: int) -> float:
-        """Seconds of one pass, from those of a shorter one; logits grow with the square."""
+        """Seconds to expect, from a shorter pass; logits grow with the square of the length."""
         if variant not in self.seconds:
             return 0.0
         known, seconds = self.seconds[variant]
@@ -80,7 +80,7 @@ class _Bench:
 
 @contextlib.contextmanager
 def _streamed(wanted: bool) -> Iterator[None]:
-    """Without the log-sum-exp, for comparison."""
+    """Leave out the log-sum-exp if wanted, for comparison."""
     real = streaming.lse_logits
     if wanted:
         streaming.lse_logits = lambda *given: None  # type: ignore[assignment]
@@ -101,7 +101,7 @@ def _block_size(elements: int, device: torch.device) -> Iterator[None]:
 
 
 def timing_checks(place: Place) -> list[Check]:
-    """One check a length, and one over the size of the blocks in which logits are streamed."""
+    """One check per length, and one over the size of the blocks in which logits are streamed."""
     bench = _Bench(place)
     checks: list[Check] = [
         (f"n = {length:,}", partial(_lengths, bench, length)) for length in bench.lengths[:2]
@@ -140,9 +140,9 @@ def _lengths(bench: _Bench, length: int) -> Found:
 def _interleave(
     runs: dict[str, Callable[[], tuple[float, float]]], place: Place
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Times of up to `ROUNDS` rounds, and the largest peak of each; a first one warms up.
+    """Times of up to `ROUNDS` rounds after a warm-up, and the largest peak of each run.
 
-    Where there is no time for another round, those of the first are given.
+    Where there is no time for another round, those of the warm-up are returned.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks = dict.fromkeys(runs, 0.0)
@@ -152,7 +152,7 @@ def _interleave(
             seconds, peak = run()
             times[name].append(seconds)
             peaks[name] = max(peaks[name], peak)
-        # Twice as much, so that the lengths to come have a share.
+        # Twice as much, so that the remaining lengths get a share.
         if (time.monotonic() - begin) * (2 if count else 1.2) > place.left:
             break
     return {name: taken[1:] or taken for name, taken in times.items()}, peaks

@@ -14,9 +14,9 @@ ORDER = ("transformer", "diff-v1", "diff-v2")  # the standard model first, for r
 
 
 def shipped() -> dict[str, dict[str, Any]]:
-    """Name, such as `zoo:diff-v1` -> what its `training.json` tells.
+    """Name, such as `zoo:diff-v1` -> content of its `training.json`.
 
-    That is kind, recipe, parameters, tokens, held_out_loss (nats a token), held_out_stderr,
+    It has kind, recipe, parameters, tokens, held_out_loss (nats per token), held_out_stderr,
     held_out_tokens, bigram_loss, text (its fingerprint), seconds, finished (a date), hardware and
     versions.
     """
