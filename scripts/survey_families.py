@@ -190,9 +190,9 @@ def page(results: list[Result]) -> str:
         "",
         "Written by `scripts/survey_families.py`: a tiny random model of every causal-LM family of "
         "the installed transformers is recorded under each attention implementation and compared "
-        "with what its own eager code passes to softmax (counts equal; extremes, means and "
-        "deviations to 1e-4). flex_attention runs in its plain form, since torch 2.13 compiles it "
-        "incorrectly for the narrow heads of tiny models on CPUs without AVX-512.",
+        "with what its own eager code passes to softmax (counts equal; extremes and means to "
+        "1e-4, standard deviations to 1e-3). flex_attention runs in its plain form, since torch "
+        "2.13 compiles it incorrectly for the narrow heads of tiny models on CPUs without AVX-512.",
         "",
         f"- {len(both)} of {len(results)} families are exact under eager and sdpa, and {single} "
         "more under one of the two;",

@@ -110,7 +110,7 @@ def measured_groups(runs: Sequence[Run], names: Names) -> tuple[list[Measured], 
 
     Returns:
         The evaluations in the order of their first runs, and a sentence for each that shares its
-        name with another, but not data, settings, dtype, device, attention or versions.
+        name with another but differs in data, settings, dtype, device, attention or versions.
     """
     found = groups(_evaluated(runs, names), _facts)
     by_name: dict[str, list[Group[_Evaluated]]] = {}

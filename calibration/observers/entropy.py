@@ -26,7 +26,7 @@ def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None
     TensorRT has L = 128 levels for its 8 bits; here a symmetric grid of b bits has L = 2^(b−1).
 
     TensorRT counts the values. Here the linear bins are filled from the histogram, whose values are
-    assumed evenly spread over its bins, which near absmax are up to 16 linear bins wide. So the
+    assumed evenly spread within its bins, which near absmax are up to 16 linear bins wide. So the
     divergence lacks some of the sampling noise that few values in many bins have.
 
     An asymmetric grid is cut at ±T and at the exact extremes, whichever is nearer zero, and L is

@@ -20,7 +20,7 @@ def find(observed: Observed, bits: int, symmetric: bool, parameter: float | None
     """The range that minimises Σ(x − q(x))² over the group, never wider than the data.
 
     The error of each step is an integral over the histogram, whose values are assumed evenly
-    spread over their bins: at 8 bits a bin is about as wide as a step, and its midpoint would be
+    spread within their bins: at 8 bits a bin is about as wide as a step, and its midpoint would be
     meaningless. With the thresholds t_j = (j − ½)·step, between which the integer changes,
 
         Σ(x − q(x))² = Σx² − 2·step·Σ_j Σ_{x > t_j} x + step²·Σ_j (2j − 1)·#{x > t_j}

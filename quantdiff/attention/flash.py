@@ -1,10 +1,10 @@
 """The flash-attn packages: which works here, which head widths it supports, how it is called.
 
 flash-attn 2 requires equal widths of queries and values. flash-attn 3 (package
-flash_attn_interface) supports other value widths on Hopper, up to 512 for query heads of up to 64,
-but not 128 with 256. flash-attn 4 (flash_attn.cute) supports any from 8 to 256 on Hopper and up to
-128 on later GPUs. Differential attention V1 has values of twice the query's width; where a kernel
-does not support them, the values are split and it is called twice.
+flash_attn_interface) supports other value widths, up to 512, only on Hopper and for query heads of
+up to 64, so not 128 with 256. flash-attn 4 (flash_attn.cute) supports any from 8 to 256 on Hopper
+and up to 128 on later GPUs. Differential attention V1 has values of twice the query's width; where
+a kernel does not support them, the values are split and it is called twice.
 """
 
 import importlib

@@ -72,7 +72,7 @@ def block_list(model: nn.Module) -> Layers:
         # A list of towers is not a list of blocks: the blocks are inside.
         if any(inner in several for block in module for inner in block.modules()):
             continue
-        # A list of one block is chosen only if there is no longer list.
+        # A list of one block is chosen only if no other list has several.
         weight = (len(module) > 1, sum(p.numel() for p in module.parameters()))
         if weight > size:
             best, size = (name, module), weight

@@ -193,7 +193,7 @@ class AttentionSites:
     def _call(self, call: dispatch.AttentionCall, value: Tensor, real: Callable[[], Any]) -> Any:
         """Compute a call that goes through transformers' dispatch."""
         name = self._found.names[call.module]
-        _refuse_checkpointing(name)  # transformers checkpoints a layer's forward, past all hooks
+        _refuse_checkpointing(name)  # transformers checkpoints a layer's forward, past its hooks
         cross = is_cross(name)
         if call.options.get("dropout"):
             raise QuantizationError(

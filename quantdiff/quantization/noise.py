@@ -40,7 +40,7 @@ class Energies:
     Attributes:
         name, layer: of the site.
         heads: kind -> its heads. Standard heads have the kinds `logits` and `softmax`; differential
-            ones `logits`, `branch 1`, `branch 2` and `difference`, with the heads of map 1.
+            ones `logits`, `branch 1`, `branch 2` and `difference`, the last with map 1's heads.
         signal, noise: kind -> (heads,) fp64.
         independent: of the difference, noise 1 + λ²·noise 2, summed entry by entry: its noise if
             the errors of its two maps were independent.

@@ -86,7 +86,7 @@ class Scheme:
                 raise UsageError(f"the {name} of a scheme is a word, not {getattr(self, name)!r}")
         if self.bits not in BITS or type(self.bits) is not int:
             raise UsageError(f"bits are 2 to 8, or 16 for not quantized, not {self.bits!r}")
-        if self.site == "attention_maps":  # equal schemes are to compare equal
+        if self.site == "attention_maps":  # schemes that do the same compare equal
             object.__setattr__(self, "symmetric", False)
         self._check_granularity()
         self._check_numbers("layers")

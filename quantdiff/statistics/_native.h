@@ -48,7 +48,7 @@ typedef struct {
   const unit_t *unit;          /* (B, H) */
   int32_t full;                /* compute moments and histogram too */
   int32_t rank;                /* how many of the largest magnitudes are kept */
-  float threshold;             /* smaller magnitudes are ignored */
+  float threshold;             /* smaller magnitudes are not kept among them */
   int32_t threads;
   int32_t lanes; /* fp32 lanes of the widest vectors that may be used */
   partial_t *out;     /* (B, H) */
