@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from quantdiff.cli.common import app, warnings_as_notes
-from quantdiff.errors import UsageError
+from quantdiff.errors import UsageError, VerificationError
 
 __all__ = ["main"]
 
@@ -38,6 +38,9 @@ def main() -> None:
     except UsageError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+    except VerificationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
     except _OptionError as error:
         sys.stderr.write(f"error: {_in_one_line(error)}\n")
         sys.exit(2)

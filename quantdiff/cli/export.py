@@ -1,7 +1,7 @@
 """`quantdiff export`: a quantized checkpoint that is proven to reload."""
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ from quantdiff.cli import common
 from quantdiff.cli.sweep_shown import note
 
 if TYPE_CHECKING:
+    from quantdiff.analysis.evaluation import Text
     from quantdiff.export import Exported
     from quantdiff.quantization import Scheme
 
@@ -106,11 +107,10 @@ def export(
 ) -> None:
     """Quantize a model's weights into a checkpoint, and prove that it reloads as measured."""
     from quantdiff.analysis.evaluation import Text
-    from quantdiff.analysis.exported import measuring
     from quantdiff.analysis.profiling import check_length
     from quantdiff.analysis.sweep.ranges import data_of
     from quantdiff.calibration import CalibrationTable, text_windows
-    from quantdiff.errors import UsageError, VerificationError
+    from quantdiff.errors import UsageError
     from quantdiff.export.exporting import export as run
     from quantdiff.export.formats import Options, find_format
     from quantdiff.export.refusals import check_out, check_shard_size, check_source, check_table
@@ -156,45 +156,39 @@ def export(
         calibrated_on["the weights"] = data_of(windows)
     function = None
     if measure:
-        progress = _Progress()
-        measured, total = measuring(
-            loaded, tokenizer, Text(data, tokens, seq_len), calibrated_on=calibrated_on,
-            progress=progress,
-        )  # fmt: skip
-        bar = common.token_progress("measuring", total, quiet=as_json)
-        function = _shown(measured, bar, progress)
-    try:
-        exported = run(
-            loaded, tokenizer, out, format=format_, schemes=schemes, table=ranges,
-            double_quant=double_quant, calibration=calibration, max_shard_size=max_shard_size,
-            overwrite=overwrite, measure=function, command=common.command_line(),
-            report=None if as_json else common.report_step,
-        )  # fmt: skip
-    except VerificationError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise typer.Exit(1) from None
+        function = shown_measurement(
+            loaded, tokenizer, Text(data, tokens, seq_len), calibrated_on, quiet=as_json
+        )
+    exported = run(
+        loaded, tokenizer, out, format=format_, schemes=schemes, table=ranges,
+        double_quant=double_quant, calibration=calibration, max_shard_size=max_shard_size,
+        overwrite=overwrite, measure=function, command=common.command_line(),
+        report=None if as_json else common.report_step,
+    )  # fmt: skip
     if as_json:
         print(json.dumps(exported.to_json(), ensure_ascii=False, allow_nan=False))
     else:
         _print(exported)
 
 
-class _Progress:
-    """A progress function whose bar appears later."""
+def shown_measurement(
+    model: Any, tokenizer: Any, text: "Text", calibrated_on: dict[str, dict[str, Any]], *,
+    quiet: bool,
+) -> Callable[[Any], dict[str, Any]]:  # fmt: skip
+    """See `analysis.exported.measuring`; with a progress bar, which appears when it begins."""
+    from quantdiff.analysis.exported import measuring
 
-    def __init__(self) -> None:
-        self.tell: Any = None
+    bars: list[Callable[[int], None]] = []
 
-    def __call__(self, tokens: int) -> None:
-        self.tell(tokens)
+    def tell(tokens: int) -> None:
+        bars[-1](tokens)
 
+    measured, total = measuring(model, tokenizer, text, calibrated_on=calibrated_on, progress=tell)
 
-def _shown(function: Any, bar: Any, told: _Progress) -> Any:
-    """The measurement with its progress bar, which must not appear before it begins."""
-
-    def measure(copy: Any) -> Any:
-        with bar as told.tell:
-            return function(copy)
+    def measure(copy: Any) -> dict[str, Any]:
+        with common.token_progress("measuring", total, quiet=quiet) as progress:
+            bars.append(progress)
+            return measured(copy)
 
     return measure
 
@@ -264,13 +258,8 @@ def _whole_numbers(values: list[str]) -> list[int]:
 def _print(exported: "Exported") -> None:
     from rich.console import Console
 
-    from quantdiff.analysis.exported import export_table
-    from quantdiff.export.card import scheme_in_words
-
     console = Console()
-    console.print(export_table(exported))
-    for scheme in exported.schemes:
-        console.print(f"with {scheme_in_words(scheme)}", highlight=False, soft_wrap=True)
+    show_costs(exported)
     if exported.measured:
         console.print(f"measured on {exported.measured['data']}", highlight=False, soft_wrap=True)
     if exported.verification is not None:
@@ -278,3 +267,16 @@ def _print(exported: "Exported") -> None:
             console.print(f"{check.name}: {check.detail}", markup=False, highlight=False,
                           soft_wrap=True)  # fmt: skip
     console.print(f"written to {exported.folder}", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_costs(exported: "Exported") -> None:
+    """Print sizes and losses of a checkpoint and its source, and what else is quantized."""
+    from rich.console import Console
+
+    from quantdiff.analysis.exported import export_table
+    from quantdiff.export.card import scheme_in_words
+
+    console = Console()
+    console.print(export_table(exported))
+    for scheme in exported.schemes:
+        console.print(f"with {scheme_in_words(scheme)}", highlight=False, soft_wrap=True)

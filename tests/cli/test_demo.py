@@ -13,6 +13,7 @@ import pytest
 from quantdiff.analysis.compare import Comparison
 from quantdiff.analysis.sweep import SweepResults
 from quantdiff.analysis.text import number
+from quantdiff.calibration import CalibrationTable
 from quantdiff.cli import demo
 from quantdiff.models import smollm2, zoo
 from quantdiff.statistics.profile import Profile
@@ -31,7 +32,8 @@ def small(tmp_path, monkeypatch):
     for kind, build in MODELS.items():
         save_tiny(tmp_path / "zoo" / kind, build())
         (tmp_path / "zoo" / kind / "training.json").write_text("{}")
-    for name, value in (("TOKENS", TOKENS), ("SWEPT", TOKENS), ("WINDOW", WINDOW)):
+    for name, value in (("TOKENS", TOKENS), ("SWEPT", TOKENS), ("WINDOW", WINDOW),
+                        ("CALIBRATED", TOKENS), ("EXPORTED", TOKENS)):  # fmt: skip
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(smollm2, "PACKAGE", "nowhere_installed")
 
@@ -70,6 +72,13 @@ def test_it_profiles_sweeps_and_compares_the_zoo(small, draw_gallery, run, tmp_p
         assert f"zoo:{kind}" in told
         assert f"zoo:{kind}" in page
         assert number(profile.attention_logits.rank(1)) in told
+        table = CalibrationTable.load(out / "calibrations" / f"zoo-{kind}")
+        assert table.data["source"] == "corpus:train"
+        folder = out / "exports" / f"zoo-{kind}"
+        sidecar = json.loads((folder / "quantdiff.json").read_text())
+        assert sidecar["export"]["format"] == "bnb-nf4"
+        assert sidecar["calibration"]["data"]["fingerprint"] == table.data["fingerprint"]
+        assert json.loads((folder / "verification.json").read_text())["passed"]
     noise = Comparison([out]).noise().set_index(["model", "bits"])
     assert list(noise.columns[noise.loc["zoo:transformer"].isna().all()]) == [
         "snr_branch_1", "snr_branch_2", "snr_difference", "cancellation",
@@ -136,6 +145,8 @@ def test_json(small, run, tmp_path):
     content = json.loads(shown)
     assert content["profiles"] == {"zoo:transformer": str(out / "profiles" / "zoo-transformer")}
     assert content["sweeps"] == [str(out / "sweeps" / "zoo")]
+    for kind in ("calibrations", "exports"):
+        assert content[kind] == {"zoo:transformer": str(out / kind / "zoo-transformer")}
     assert content["report"] == str(out / "report" / "report.html")
     assert (out / "report" / "report.html").is_file()
 

@@ -10,7 +10,9 @@ import torch
 
 import quantdiff
 from quantdiff.errors import UsageError
+from quantdiff.export import exporting
 from quantdiff.export.formats import find_format
+from quantdiff.export.verifying import Check, Verification
 from tests.cli.test_profile import refused
 from tests.tiny import save_tiny, tiny_diff_v2, tiny_llama, tiny_tokenizer
 
@@ -68,6 +70,20 @@ def test_export_and_verify(run, source, tmp_path):
     assert err.startswith("error: ")
     assert err.endswith(f"it is now {out}.failed\n")
     assert not out.exists()
+
+
+def test_a_checkpoint_that_does_not_reload(run, source, tmp_path, monkeypatch):
+    def failing(folder, **options):
+        return Verification(str(folder), [Check("logits", False, "they differ")])
+
+    monkeypatch.setattr(exporting, "verify", failing)
+    code, _, err = run("export", source, "--format", "bf16", "--no-measure", "--out",
+                       tmp_path / "out")  # fmt: skip
+    assert code == 1
+    assert err.splitlines()[-1].startswith("error: ")
+    assert err.splitlines()[-1].endswith("they differ")
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_perplexity_of_the_card_is_that_of_the_live_model(run, tmp_path, monkeypatch):
