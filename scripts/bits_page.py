@@ -124,6 +124,8 @@ def cell(row, layout):
             return four_digits(value)
         # Down to the second digit of the error.
         layout = f".{max(1 - math.floor(math.log10(error)), 0)}f"
+    if value >= 1000:  # a perplexity of a model that is broken
+        layout = ",.0f"
     return f"{value:{layout}}" + (f" ± {error:{layout}}" if error else "")
 
 
