@@ -91,7 +91,7 @@ def calibration_of(table: Table | None) -> dict[str, Any] | None:
     if isinstance(table, RangeTable):
         found = table.calibration or {}
     else:
-        entries = ("model", "data", "definition", "versions")
+        entries = ("model", "data", "definition", "partial", "versions")
         found = {entry: getattr(table, entry, None) for entry in entries}
     return found if all(isinstance(found.get(part), dict) for part in ("model", "data")) else None
 

@@ -39,6 +39,7 @@ def test_static_ranges_are_those_of_the_table(save, family):
             assert np.array_equal(stored, wanted)
     calibration = sidecar.content["calibration"]
     assert calibration["data"]["fingerprint"] == table.data["fingerprint"]
+    assert calibration["partial"] is False
     assert sidecar.content["causal"] is True
     loaded, _ = quantdiff.load(folder, device="cpu")
     ids = sidecar.content["passage"]["ids"]
