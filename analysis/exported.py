@@ -90,7 +90,7 @@ def export_table(exported: Exported) -> Table:
         box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left",
         caption=f"the source's size is that of the model as loaded ({exported.source_dtype})",
     )  # fmt: skip
-    for word in ("", "size", "bits a weight", "perplexity", "KL, nats", "agreement"):
+    for word in ("", "size", "bits per weight", "perplexity", "KL, nats", "agreement"):
         shown.add_column(word, justify="left" if not word else "right", no_wrap=True)
     shown.add_row(
         "source", _size(exported.source_bytes), f"{bits:.2f}",

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 # Metric -> its title and format; None where it varies by orders of magnitude between widths.
 SHOWN = {
     "perplexity": ("Perplexity", ".2f"),
-    "kl": ("KL from the unquantized model (nats a token)", None),
+    "kl": ("KL from the unquantized model (nats per token)", None),
     "agreement": ("Agreement of the likeliest token", ".1%"),
     "acc": ("Accuracy", ".3f"),
     "acc_norm": ("Accuracy, choices' log-likelihoods divided by their length", ".3f"),

@@ -150,7 +150,7 @@ def _how(row):
 
 def table(rows):
     lines = [
-        "| model | format | MB | bits a weight | perplexity | KL, nats | agreement | reload |",
+        "| model | format | MB | bits per weight | perplexity | KL, nats | agreement | reload |",
         "|---|---|---|---|---|---|---|---|",
     ]
     order = list(FORMATS)

@@ -57,9 +57,9 @@ as `quantdiff.load("zoo:{kind}")`.
 | size | {layers} layers of width {hidden}, feed-forward parts of {intermediate_size} |
 | norms | RMS norms, ε = {rms_norm_eps:g}{others} |
 | trained on | {tokens:,} tokens in windows of {length}, {batch} windows a step |
-| held-out loss | {held_out_loss:.4f} ± {held_out_stderr:.4f} nats a token |
+| held-out loss | {held_out_loss:.4f} ± {held_out_stderr:.4f} nats per token |
 | held-out tokens | {held_out_tokens:,} |
-| a bigram model, same tokens | {bigram_loss:.4f} nats a token |
+| a bigram model, same tokens | {bigram_loss:.4f} nats per token |
 | optimizer | AdamW, β 0.9 and 0.95, weight decay {decay}, gradients clipped to norm 1 |
 | learning rate | {rate:g} at most, {warmup} steps of warm-up, cosine down to a tenth |
 | precision | {dtype} while training, weights shipped in bfloat16 |

@@ -151,7 +151,7 @@ def draw(models: Sequence[Told], stem: Path) -> None:
                 color = colors[m["kind"]]
                 axes.plot(x, y, color=color, alpha=0.45, linewidth=0.7)
                 axes.plot(x[-1:], y[-1:], ".", color=color, markersize=5)
-            axes.set(xlabel="held-out loss (nats a token)", ylabel=word, yscale="log")
+            axes.set(xlabel="held-out loss (nats per token)", ylabel=word, yscale="log")
             axes.invert_xaxis()
         present = dict.fromkeys(m["kind"] for m in models)
         legend_below(page, [(k, Line2D([], [], color=colors[k])) for k in KINDS if k in present])

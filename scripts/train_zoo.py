@@ -265,7 +265,7 @@ def draw(out: Path, kinds: list[str]) -> None:
                 [r["held_out"] for r in held],
                 color=colors[kind], label=kind,
             )  # fmt: skip
-        axes.set(xlabel="training tokens (millions)", ylabel="loss (nats a token)")
+        axes.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
         axes.legend(title="held out; pale: training", title_fontsize="medium")
     page.savefig(out / "curves.png")
 
@@ -278,7 +278,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, help="instead of the size's own")
-    parser.add_argument("--length", type=int, help="tokens a window, instead of the size's own")
+    parser.add_argument("--length", type=int, help="tokens per window, instead of the size's own")
     parser.add_argument("--rate", type=float, help="peak learning rate")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"])

@@ -113,7 +113,9 @@ def _figures(
         if published and accuracies and site in (None, "attention_logits"):
             caption += f" Dashed: {FIGURE_8_SOURCE}."
         title = f"{literal(measured.source)} against bits, {what}"
-        description = f"{', '.join(dict.fromkeys(frame['metric']))} against bits, a line a model."
+        description = (
+            f"{', '.join(dict.fromkeys(frame['metric']))} against bits, one line per model."
+        )
         key = keys("figure", measured.source, site or "plain")
         found.append(Figure(key, title, page, frame, caption, description))
     return found
@@ -175,7 +177,7 @@ def _how(frame: pd.DataFrame) -> str:
         "means that no unit differs, or that all do by the same."
     )
     if "nll" in set(frame["metric"]):
-        told.append("nll is in nats a token, windows weighted by their tokens.")
+        told.append("nll is in nats per token, windows weighted by their tokens.")
     return " ".join(told)
 
 

@@ -75,10 +75,10 @@ def _lambdas(group: Group[Recorded], colors: Colors, keys: Keys, drawn: bool) ->
     depth = lambdas(group)
     if drawn and len(depth):
         caption = (
-            f"{about(group)} λ is a number a layer in V1, and one a token and pair of heads in V2, "
-            "whose mean is drawn with a band that holds 90 % of it."
+            f"{about(group)} λ is one number per layer in V1, and one per token and pair of heads "
+            "in V2, whose mean is drawn with a band that holds 90 % of it."
         )
-        description = "λ against the layer, a line a model."
+        description = "λ against the layer, one line per model."
         page = lambda_page(depth, colors)
         parts.append(Figure(keys("lambda"), "λ by depth", page, depth, caption, description))
     both = branches(group)
@@ -124,7 +124,7 @@ def _noises(measured: Measured, colors: Colors, keys: Keys, drawn: bool) -> list
     if drawn and maps_seen:
         seen: pd.DataFrame = frame[frame[maps_seen].notna().any(axis=1)]
         first = seen[seen["scheme"] == seen["scheme"].iloc[0]].reset_index(drop=True)
-        description = "Signal to noise of the maps against bits, a line a model and map."
+        description = "Signal to noise of the maps against bits, one line per model and map."
         page = noise_page(first, colors)
         parts.append(Figure(keys("noise-by-bits"), title, page, first, told, description))
     return parts

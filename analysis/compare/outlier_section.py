@@ -110,7 +110,7 @@ def _peaks(data: pd.DataFrame) -> str:
     if "activation" in data:
         data = data[data["activation"] == "attention_logits"]
     if not len(data):
-        return "A line a model."
+        return "One line per model."
     tops = data.loc[data.groupby("model", sort=False)["absmax"].idxmax()]
     found = zip(tops["model"], tops["absmax"], tops["layer"], strict=True)
     told = [f"{model} {number(float(value))} in layer {layer}" for model, value, layer in found]

@@ -109,7 +109,7 @@ _HEADS = {
     "top1_ratio": "× top-1",
     "median_ratio": "× median",
     "megabytes": "MB",
-    "bits_per_weight": "bits a weight",
+    "bits_per_weight": "bits per weight",
     "source_perplexity": "of the source",
     "kl": "KL, nats",
     "moved_median": "moved, median",

@@ -16,8 +16,8 @@ from quantdiff.analysis.text import literal
 __all__ = ["calibration_section", "checkpoint_section", "provenance_section"]
 
 _CHECKPOINTS = (
-    "MB are 10⁶ bytes of the model's safetensors files, bits a weight 8 times these bytes over the "
-    "parameters. Verified are the folder's files, its tensors, and the logits of the reloaded "
+    "MB are 10⁶ bytes of the model's safetensors files, bits per weight 8 times these bytes over "
+    "the parameters. Verified are the folder's files, its tensors, and the logits of the reloaded "
     "model against those from before it was saved"
 )
 _CALIBRATIONS = (

@@ -87,7 +87,7 @@ class Reference:
         except OSError as error:
             raise UsageError(
                 f"the logits of the unquantized model cannot be kept in {self._folder} "
-                f"({error.strerror or error}): {wanted.logits.shape[-1] * 4} bytes a token are "
+                f"({error.strerror or error}): {wanted.logits.shape[-1] * 4} bytes per token are "
                 "needed there"
             ) from error
 

@@ -52,8 +52,8 @@ def export(
         list[str],
         typer.Option(
             "--bits",
-            help="2 to 8, for the site; one a site, or one for all. Lists have commas. Without it "
-            "the weights alone are quantized.",
+            help="2 to 8, for the site; one per site, or one for all. Lists have commas. Without "
+            "it the weights alone are quantized.",
             show_default=False,
         ),
     ] = [],  # noqa: B006

@@ -167,7 +167,7 @@ def sweep(
         list[Path],
         typer.Option(
             "--table",
-            help="A folder that quantdiff calibrate wrote, for static ranges; may repeat, one a "
+            help="A folder that quantdiff calibrate wrote, for static ranges; may repeat, one per "
             "model. Default: calibrate on corpus:train.",
             show_default=False,
         ),

@@ -75,16 +75,16 @@ def percent(share: float) -> str:
 
 _ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("perplexity", "perplexity", "{:,.3f}".format),
-    ("kl", "KL from the source, nats a token", "{:#.4g}".format),
+    ("kl", "KL from the source, nats per token", "{:#.4g}".format),
     ("agreement", "same top-1 token as the source", percent),
 )
 
 
 def scheme_in_words(scheme: Scheme) -> str:
-    """For example `attention logits at 4 bits, dynamic range a tensor, symmetric`."""
+    """For example `attention logits at 4 bits, dynamic range per tensor, symmetric`."""
     grid = "symmetric" if scheme.symmetric else "asymmetric"
     site = scheme.site.replace("_", " ")
-    told = f"{site} at {scheme.bits} bits, {scheme.range} range a {scheme.granularity}, {grid}"
+    told = f"{site} at {scheme.bits} bits, {scheme.range} range per {scheme.granularity}, {grid}"
     if scheme.newest:
         told += f", but for the newest {scheme.newest} tokens"
     for what, numbers in (("layer", scheme.layers), ("head", scheme.heads)):
@@ -103,7 +103,7 @@ def _made(exported: Exported, chosen: Format, content: dict[str, Any]) -> str:
         return f"{made}{source} with {chosen.title}."
     detail = " with double quantization" if how["double_quant"] else ""
     if "group" in how:
-        shared = "a row" if how["group"] is None else f"for {how['group']} weights"
+        shared = "per row" if how["group"] is None else f"for {how['group']} weights"
         detail = f" with one scale {shared}"
     kept = ", ".join(f"`{name}`" for name in how["kept"])
     return (
@@ -119,7 +119,7 @@ def _table(exported: Exported) -> str:
         ("---", "---", "---"),
         ("size of the weights", f"{exported.source_bytes / 1e6:,.1f} MB",
          f"{exported.bytes / 1e6:,.1f} MB"),
-        ("bits a weight", f"{bits:.2f}", f"{exported.bits_per_weight:.2f}"),
+        ("bits per weight", f"{bits:.2f}", f"{exported.bits_per_weight:.2f}"),
     ]  # fmt: skip
     measured = exported.measured or {}
     source = measured.get("source", {})

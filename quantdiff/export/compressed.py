@@ -27,9 +27,9 @@ from quantdiff.models.quiet import quiet_libraries
 __all__ = ["FORMATS"]
 
 _TITLES = {
-    "ct-w8a16": "8-bit integer weights, one scale a row, of compressed-tensors",
+    "ct-w8a16": "8-bit integer weights, one scale per row, of compressed-tensors",
     "ct-w4a16": "4-bit integer weights of compressed-tensors",
-    "ct-w8a8": "8-bit integer weights and activations, one scale a row and token, of "
+    "ct-w8a8": "8-bit integer weights and activations, one scale per row and token, of "
     "compressed-tensors",
 }
 # Shares of the largest magnitude that are tried as the scale's range at 4 bits. At 8 bits clipping

@@ -84,7 +84,7 @@ class Sequences:
         if mask is not None:
             if mask.shape[0] != batch or not bool(((mask == 0) | (mask == 1)).all()):
                 raise RecordingError(
-                    f"a 2-D attention mask holds 1 for tokens and 0 for padding, one row a "
+                    f"a 2-D attention mask holds 1 for tokens and 0 for padding, one row per "
                     f"sequence; this one is {tuple(mask.shape)} over {batch} sequences, or holds "
                     "other values"
                 )

@@ -81,7 +81,7 @@ def _reload(place: Place, name: str) -> Found:
             "own loader": (_gap(last_logits(own, ids), sidecar.logits[LOGITS]), 0.0),
             "quantdiff.load": (_gap(last_logits(ours, ids), sidecar.logits[QUANTIZED_LOGITS]), 0.0),
         }
-        return Found(within, {"bits a weight": sidecar.content["size"]["bits_per_weight"]})
+        return Found(within, {"bits per weight": sidecar.content["size"]["bits_per_weight"]})
 
 
 def _gap(found: torch.Tensor, wanted: torch.Tensor) -> float:

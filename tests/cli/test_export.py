@@ -37,7 +37,7 @@ def test_export_and_verify(run, source, tmp_path):
     assert code == 0, err
     assert "bnb-nf4" in shown
     assert "the source's size is that of the model as loaded (float32)" in " ".join(shown.split())
-    assert "with attention logits at 4 bits, dynamic range a tensor, symmetric" in shown
+    assert "with attention logits at 4 bits, dynamic range per tensor, symmetric" in shown
     assert "measured on 256 tokens of corpus in windows of 128" in shown
     reloaded = "quantdiff.load gives the logits from before it was saved, to the bit"
     assert f"quantized_logits: {reloaded}" in shown

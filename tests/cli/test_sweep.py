@@ -241,7 +241,8 @@ def test_sites_together_by_short_names(small, tmp_path):
     code, shown, err = small("--scheme", "W8A8,W4A8", "--scheme", "W8A8+KV4+L6")
     assert code == 0
     assert (
-        "note: W4A8: weights at 4 bits, dynamic range a channel, symmetric; linear inputs at 8 bits"
+        "note: W4A8: weights at 4 bits, dynamic range per channel, symmetric; "
+        "linear inputs at 8 bits"
     ) in err
     results = SweepResults.load(tmp_path / "out")
     found = {row["scheme"]: row for row in results.rows if row["metric"] == "perplexity"}
@@ -265,7 +266,7 @@ def test_sites_together_by_short_names(small, tmp_path):
 def test_short_names_are_told_with_their_newest_tokens(small):
     code, _, err = small("--scheme", "KV4r8")
     assert code == 0
-    assert "keys at 4 bits, dynamic range a token, asymmetric, but for the newest 8 tokens" in err
+    assert "keys at 4 bits, dynamic range per token, asymmetric, but for the newest 8 tokens" in err
 
 
 @pytest.mark.parametrize(

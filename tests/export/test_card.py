@@ -31,7 +31,7 @@ def test_the_source_s_size_is_that_of_the_model_as_loaded(save):
     told = card(save(model, "bnb-nf4"))
     assert "|  | source, as loaded (bfloat16) | this checkpoint |" in told
     assert f"| size of the weights | {2 * count / 1e6:,.1f} MB |" in told
-    assert "| bits a weight | 16.00 |" in told
+    assert "| bits per weight | 16.00 |" in told
     assert "as loaded (float32)" in card(save(tiny_llama(), "bnb-nf4", name="other"))
 
 
@@ -90,7 +90,7 @@ def test_ranges_of_unknown_origin(save):
 def test_small_losses_do_not_read_as_none(save):
     measured = {"kl": 2.5e-6, "agreement": 0.99996, "data": "a text"}
     told = card(save(tiny_llama(), measure=lambda copy: measured))
-    assert "| KL from the source, nats a token |  | 2.500e-06 |" in told
+    assert "| KL from the source, nats per token |  | 2.500e-06 |" in told
     assert "| same top-1 token as the source |  | 99.996% |" in told
     shares = {0.0: "0.00%", 4e-7: "0.00004%", 0.5: "50.00%", 0.97123: "97.12%", 1.0: "100.00%"}
     assert {share: percent(share) for share in shares} == shares
@@ -102,7 +102,7 @@ def test_how_many_weights_share_a_scale(save):
     assert "as `ct-w4a16` with one scale for 32 weights. Linear" in card(grouped)
     assert read_sidecar(grouped).content["export"]["group"] == 32
     rows = save(tiny_llama(intermediate_size=48), "ct-w4a16", name="rows")
-    assert "as `ct-w4a16` with one scale a row. Linear" in card(rows)
+    assert "as `ct-w4a16` with one scale per row. Linear" in card(rows)
     assert "a group" not in card(rows)
     assert "one scale" not in card(save(tiny_llama(), "bnb-nf4", name="other"))
 

@@ -91,7 +91,7 @@ def test_schemes_of_other_sites_and_of_some_layers(save):
         assert torch.equal(last_logits(loaded, ids), sidecar.logits[QUANTIZED_LOGITS])
         assert not torch.equal(sidecar.logits["logits"], sidecar.logits[QUANTIZED_LOGITS])
     card = (folder / "README.md").read_text()
-    assert "attention logits at 4 bits, dynamic range a tensor, symmetric, in layer 1;" in card
+    assert "attention logits at 4 bits, dynamic range per tensor, symmetric, in layer 1;" in card
 
 
 def test_the_schemes_are_in_force_and_can_be_left(save):

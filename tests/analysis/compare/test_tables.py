@@ -417,7 +417,7 @@ class TestCheckpoints:
         assert any("Losses" in w and "cannot be compared" in w for w in warnings)
         assert comparison.provenance()["command"].tolist() == ["quantdiff export zoo/plain"] * 3
         row = comparison.provenance().iloc[0]
-        assert row["scheme"] == "attention logits at 6 bits, dynamic range a tensor, symmetric"
+        assert row["scheme"] == "attention logits at 6 bits, dynamic range per tensor, symmetric"
         assert (row["tokens"], row["sequence_length"], row["device"]) == (48, 24, "cpu")
 
     def test_a_damaged_sidecar_is_left_out(self, tmp_path, trio):

@@ -124,7 +124,7 @@ def _wide() -> Table:
     values.insert(0, "model", MODELS)
     return Table(
         "wide", "Largest attention logit of every layer", values,
-        "One row a model, one column a layer.",
+        "One row per model, one column per layer.",
         shown={f"layer {layer}": number for layer in range(30)},
     )  # fmt: skip
 
