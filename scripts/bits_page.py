@@ -69,9 +69,11 @@ class Page:
             part: name.
             results: of its sweep.
             figure: kind, and what it shows; one figure per model, except `bits`, which has one line
-                per model, beside the published ones. None for no figure.
+                per model, beside the published ones. None where schemes, not widths, are compared:
+                such a part has no figure.
         """
-        told = [*tables(results), *failures(results), *data(results)]
+        drawn = tables(results) if figure else scheme_tables(results)
+        told = [*drawn, *failures(results), *data(results)]
         done = {row["model"] for row in results.rows if row["status"] == "ok" and row["site"]}
         if figure is None or not done:
             return "\n\n".join(told)
@@ -113,7 +115,42 @@ def tables(results):
         yield "\n".join(rows)
 
 
+def scheme_tables(results):
+    """One row per scheme and remedy; columns are metrics, or models if there are several."""
+    found = {}  # (scheme, remedy) -> (metric, model) -> line of the results
+    shown = [measure for measure in measures(results) if measure.metric in SHOWN]
+    for measure in shown:
+        for line in lines(results, measure):
+            for row in line.points.values():
+                key = scheme_label(row, line.way), row["options"].get("remedy", "")
+                found.setdefault(key, {})[measure.metric, line.model] = row
+    remedied = any(remedy for _, remedy in found)
+    if len(results.models) == 1:
+        wanted = [("", [(*SHOWN[one.metric], one.metric, results.models[0]) for one in shown])]
+    else:
+        wanted = [
+            (f"{SHOWN[one.metric][0]}:\n\n",
+             [(model, SHOWN[one.metric][1], one.metric, model) for model in results.models])
+            for one in shown
+        ]  # fmt: skip
+    for title, columns in wanted:
+        heads = ["quantized", *["remedy"] * remedied, *(head for head, *_ in columns)]
+        rows = [f"| {' | '.join(heads)} |", f"|{'---|' * (1 + remedied)}{'---:|' * len(columns)}"]
+        for (scheme, remedy), of_one in found.items():
+            cells = [cell(of_one.get((metric, m)), layout) for _, layout, metric, m in columns]
+            rows.append(f"| {' | '.join([scheme, *[remedy] * remedied, *cells])} |")
+        yield title + "\n".join(rows)
+
+
+def scheme_label(row, way):
+    if row["site"] is None:
+        return "nothing"
+    told = way_label(way._replace(remedy=None))
+    return told if told.startswith(row["scheme"]) else f"{row['scheme']}: {told}"
+
+
 def cell(row, layout):
+    """A value and its error; `layout` as in `SHOWN`."""
     if row is None:
         return ""
     if row["status"] != "ok":

@@ -17,7 +17,7 @@ from quantdiff.analysis.sweep import SweepResults, make_grid
 from quantdiff.calibration import text_windows
 from quantdiff.models import load
 from quantdiff.models.zoo import shipped
-from quantdiff.quantization import Scheme
+from quantdiff.quantization import Scheme, schemes
 from tests.tiny import save_tiny, tiny_diffllama, tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +102,36 @@ def test_every_model_is_drawn_on_windows_that_fit_all(main, models, tmp_path):
     # As the pages say, also where there is a GPU.
     for told in results.record["models"].values():
         assert (told["dtype"], told["device"]) == ("float32", "cpu")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_schemes_are_rows_with_their_remedies(main, script, models, several, monkeypatch):
+    few = replace(
+        script.PARTS["remedies"], remedies=("none", "rotate"),
+        schemes=lambda _: [(), schemes("W4A16"), schemes("W8A8"), schemes("KV4")],
+    )  # fmt: skip
+    monkeypatch.setitem(script.PARTS, "remedies", few)
+    chosen = models if several else models[:1]
+    page, _ = main(*chosen, "--parts", "remedies")
+    told = between(page, "remedies")
+    tables = [block.splitlines() for block in told.split("\n\n") if block.startswith("|")]
+    assert len(tables) == (3 if several else 1)
+    head, _, *rows = tables[0]
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    assert names[:2] == ["quantized", "remedy"]
+    if several:
+        assert names[2:] == models
+    else:
+        assert names[2].startswith("KL from the unquantized model")
+    results = SweepResults.load(script.Page.of(chosen).results / "remedies")
+    kl = [row for row in results.rows if row["metric"] == "kl" and row["model"] == models[0]]
+    wanted = {(row["scheme"], row["options"].get("remedy", "")): row["value"] for row in kl}
+    shown = {}
+    for row in rows:
+        scheme, remedy, value, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+        shown[scheme.partition(":")[0].replace("nothing", "fp"), remedy] = float(value.split()[0])
+    assert list(shown) == list(wanted)
+    assert shown == pytest.approx(wanted, rel=0.02)
 
 
 def test_one_model_keeps_its_windows_and_the_names_of_its_figures(main, models, tmp_path):
