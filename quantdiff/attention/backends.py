@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quantdiff.attention import flash
+from quantdiff.attention.blocks import block_mask, causal_blocks
 from quantdiff.errors import UsageError
 
 __all__ = ["BACKENDS", "attend", "choose", "visible"]
@@ -123,7 +124,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor 
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor | None) -> Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     cpu = query.device.type == "cpu"
     if cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
@@ -137,8 +138,8 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, scale: float, kept: Tensor 
             return causal
         return (causal & kept[b, m] & kept[b, n + past]) | (m == n + past)
 
-    batch = None if kept is None else query.shape[0]
-    mask = create_block_mask(mask_mod, batch, None, rows, keys, device=query.device)
+    blocks = causal_blocks(rows, keys, kept, query.device)
+    mask = block_mask(*blocks, (rows, keys), mask_mod)
     # Not compiled on a CPU: compiling takes longer there than most runs.
     function: Callable[..., Tensor] = flex_attention if cpu else _compiled_flex()
     # It does not run under a mode such as the one that a recording uses to find flash-attn. Code

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from quantdiff.attention.blocks import BLOCK, block_mask
 from quantdiff.quantization.grid import Grid
 from quantdiff.quantization.softmax import Softmax
 from quantdiff.statistics import Visible
@@ -18,7 +19,6 @@ from quantdiff.statistics.precision import true_fp32
 
 __all__ = ["attend", "may_overflow", "takes"]
 
-BLOCK = 128  # rows and keys of a block of the mask, as flex attention requires
 NARROWEST = 16  # smallest head width that flex attention takes on a GPU
 # One graph for each kind of call: precision, groups, soft cap, sinks, widths. Several models soon
 # need more than dynamo's 8, beyond which flex attention would silently materialise n×n logits.
@@ -107,9 +107,7 @@ def _flex() -> Any:
 
 
 def _blocks(visible: Visible, keys: int, mask_mod: Any) -> Any:
-    """The mask by blocks, from the intervals alone: no n×n mask is built."""
-    from torch.nn.attention.flex_attention import BlockMask
-
+    """The mask by blocks, from the intervals alone."""
     start, stop = visible.start, visible.stop.clamp(max=keys)
     batch, rows = start.shape
     pad = -rows % BLOCK
@@ -128,14 +126,4 @@ def _blocks(visible: Visible, keys: int, mask_mod: Any) -> Any:
     some = (begin < most[..., None]) & (end > least[..., None])  # (B, R, C)
     whole = some & (latest[..., None] <= begin) & (soonest[..., None] >= end)
     whole &= end - begin == BLOCK
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=mask_mod,
-        seq_lengths=(rows, keys),
-    )  # fmt: skip
-
-
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen blocks per row, (B, 1, R), and all blocks, chosen first, (B, 1, R, C)."""
-    count = chosen.sum(-1, dtype=torch.int32)[:, None]
-    order = torch.argsort((~chosen).to(torch.int8), dim=-1, stable=True).to(torch.int32)[:, None]
-    return count.contiguous(), order.contiguous()
+    return block_mask(some, whole, (rows, keys), mask_mod)
