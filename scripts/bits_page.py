@@ -126,7 +126,12 @@ def scheme_tables(results):
                 found.setdefault(key, {})[measure.metric, line.model] = row
     remedied = any(remedy for _, remedy in found)
     if len(results.models) == 1:
-        wanted = [("", [(*SHOWN[one.metric], one.metric, results.models[0]) for one in shown])]
+        wanted = [
+            (
+                f"{results.models[0]}:\n\n",
+                [(*SHOWN[one.metric], one.metric, results.models[0]) for one in shown],
+            )
+        ]
     else:
         wanted = [
             (f"{SHOWN[one.metric][0]}:\n\n",

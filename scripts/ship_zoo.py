@@ -56,7 +56,7 @@ as `quantdiff.load("zoo:{kind}")`.
 | parameters | {parameters:,} (embeddings tied) |
 | size | {layers} layers of width {hidden}, feed-forward parts of {intermediate_size} |
 | norms | RMS norms, ε = {rms_norm_eps:g}{others} |
-| trained on | {tokens:,} tokens in windows of {length}, {batch} windows a step |
+| trained on | {tokens:,} tokens in windows of {length}, {batch} windows per step |
 | held-out loss | {held_out_loss:.4f} ± {held_out_stderr:.4f} nats per token |
 | held-out tokens | {held_out_tokens:,} |
 | a bigram model, same tokens | {bigram_loss:.4f} nats per token |

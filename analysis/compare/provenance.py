@@ -106,7 +106,8 @@ def _checkpoint(run: CheckpointRun) -> Iterator[Row]:
     content = run.content
     measured = content.get("measured") or {}
     schemes = [scheme_in_words(Scheme(**entry)) for entry in content["schemes"]]
-    seen = (content.get("calibration") or {}).get("data")
+    calibration = content.get("calibration") or {}
+    seen, cut = calibration.get("data"), ", cut short" if calibration.get("partial") else ""
     versions = {k: v for k, v in content["reference"].items() if k in _LIBRARIES}
     yield {
         "name": models_of(run)[0],
@@ -119,7 +120,7 @@ def _checkpoint(run: CheckpointRun) -> Iterator[Row]:
         "sequence_length": measured.get("sequence_length"),
         "state": run.verification,
         "scheme": "; ".join(schemes) or None,
-        "calibrated_on": f"static ranges on {_text(seen)}" if seen else None,
+        "calibrated_on": f"static ranges on {_text(seen)}{cut}" if seen else None,
         "versions": _versions(versions | content.get("packages", {})),
         "command": content.get("command") or None,
     }

@@ -153,6 +153,7 @@ def build(name: str, argument: str, model: Any, tokenizer: Any, text: Text) -> D
     """
     no_argument(name, argument)
     windows = evaluation_windows(model, tokenizer, text)
+    # Part of what identifies a cell: with other words, no sweep would resume.
     definition = {"version": 1, "kl": "KL(unquantized || quantized), nats a token"}
     return Divergence(
         forward=Forward(model, tokenizer),

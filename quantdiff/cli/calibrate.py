@@ -39,7 +39,7 @@ def calibrate(
     ] = 16384,
     seq_len: Annotated[
         int | None,
-        typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
+        typer.Option("--seq-len", help="Tokens per window. Default: 2048, or the model's context."),
     ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Windows in one pass; changes no range.")

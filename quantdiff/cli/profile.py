@@ -51,7 +51,7 @@ def profile(
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens of text to record.")] = TOKENS,
     seq_len: Annotated[
         int | None,
-        typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
+        typer.Option("--seq-len", help="Tokens per window. Default: 2048, or the model's context."),
     ] = None,
     batch_size: Annotated[
         int,

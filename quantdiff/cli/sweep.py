@@ -130,7 +130,7 @@ def sweep(
     ] = 16384,
     seq_len: Annotated[
         int | None,
-        typer.Option("--seq-len", help="Tokens a window. Default: 2048, or the model's context."),
+        typer.Option("--seq-len", help="Tokens per window. Default: 2048, or the model's context."),
     ] = None,
     remedies: Annotated[
         list[str],

@@ -46,9 +46,10 @@ def card(
         ]
         if content["calibration"]:
             calibrated, data = content["calibration"]["model"], content["calibration"]["data"]
+            cut = ", cut short" if content["calibration"].get("partial") else ""
             parts.append(
                 f"The static ranges are from {data['tokens']:,} tokens of "
-                f"{data.get('source') or 'a batch'}, calibrated on `{calibrated['name']}`."
+                f"{data.get('source') or 'a batch'}{cut}, calibrated on `{calibrated['name']}`."
             )
     parts += [
         "## How it was made",

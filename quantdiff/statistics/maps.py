@@ -127,7 +127,7 @@ def measure_maps(
     if (spans is None) != (span_rows is None):
         raise ValueError("spans and span_rows are given together or not at all")
     if {len(zeros), len(at), len(ends)} != {batch}:
-        raise ValueError(f"key_zero, spans and span_rows have one entry a sequence, {batch}")
+        raise ValueError(f"key_zero, spans and span_rows have one entry per sequence, {batch}")
     for span in ends:
         if span is not None and not 0 <= span[0] < span[1] <= k.shape[2]:
             raise ValueError(f"{span} is no span of {k.shape[2]} keys")

@@ -15,6 +15,8 @@ from quantdiff.analysis.sweep import SweepResults
 from quantdiff.analysis.text import number
 from quantdiff.calibration import CalibrationTable
 from quantdiff.cli import demo
+from quantdiff.export import exporting
+from quantdiff.export.verifying import Check, Verification
 from quantdiff.models import smollm2, zoo
 from quantdiff.statistics.profile import Profile
 from tests.analysis.report.browser import CHROMIUM, Browser
@@ -149,6 +151,38 @@ def test_json(small, run, tmp_path):
         assert content[kind] == {"zoo:transformer": str(out / kind / "zoo-transformer")}
     assert content["report"] == str(out / "report" / "report.html")
     assert (out / "report" / "report.html").is_file()
+
+
+def test_a_checkpoint_that_does_not_reload(small, run, tmp_path, monkeypatch):
+    """The others and the report are there, and the exit code tells."""
+    real = exporting.verify
+
+    def failing(folder, **options):
+        if "zoo-diff-v1" not in str(folder):
+            return real(folder, **options)
+        return Verification(str(folder), [Check("logits", False, "they differ")])
+
+    monkeypatch.setattr(exporting, "verify", failing)
+    out = tmp_path / "demo"
+    code, told, err = run("demo", "--out", out)
+    assert code == 1
+    assert err.splitlines()[-1].startswith("error: ")
+    assert err.splitlines()[-1].endswith("they differ")
+    assert "Traceback" not in err
+    assert str(out / "report" / "report.html") in told.replace("\n", "")
+    assert (out / "report" / "report.html").is_file()
+    assert {path.name for path in (out / "exports").iterdir()} == {"zoo-transformer", "zoo-diff-v2"}
+    assert set(Comparison([out / "exports"]).checkpoints()["model"]) == {
+        "zoo:transformer", "zoo:diff-v2",
+    }  # fmt: skip
+
+
+def test_a_folder_that_holds_no_export_is_refused_at_once(small, run, tmp_path):
+    folder = tmp_path / "demo" / "exports" / "zoo-diff-v1"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    refused(run("demo", "--out", tmp_path / "demo", "--overwrite"), str(folder), "no export")
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["exports"]
 
 
 def test_results_of_others_are_not_replaced(small, run, tmp_path):

@@ -308,7 +308,7 @@ def test_arguments_that_do_not_belong_together_are_refused():
         measure_maps(q, k, 1.0, visible, sites_of(4, pairs))
     with pytest.raises(ValueError, match="spans and span_rows"):
         measure(q, k, visible, spans=[(0, 1)])
-    with pytest.raises(ValueError, match="one entry a sequence, 1"):
+    with pytest.raises(ValueError, match="one entry per sequence, 1"):
         measure(q, k, visible, key_zero=torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"\(2, 4\) is no span of 3 keys"):
         measure(q, k, visible, spans=[(2, 4)], span_rows=torch.tensor([2]))
