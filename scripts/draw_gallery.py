@@ -37,7 +37,8 @@ def main() -> int:
     )
     parser.add_argument("runs", type=Path, help="the --out of quantdiff demo")
     options = parser.parse_args()
-    folders = (options.runs / kind for kind in ("profiles", "sweeps"))
+    kinds = "profiles", "sweeps", "calibrations", "exports"
+    folders = (options.runs / kind for kind in kinds)
     runs = [run for folder in folders for run in sorted(folder.glob("[!.]*"), key=_zoo_first)]
     report = Comparison(runs).report()
     for old in FIGURES.glob("gallery_*.png"):
