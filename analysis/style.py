@@ -191,7 +191,9 @@ def _inches(name: str) -> float:
 
 
 def set_title(target: Any, name: str, rest: str) -> None:
-    """Give a figure or Axes the title "name · rest", the name shortened until it fits.
+    """Give a figure or Axes the title "name · rest", on two lines if one is too narrow.
+
+    If a line is too narrow for the name alone, the name is shortened until it fits.
 
     Args:
         target: a `Figure` or an Axes.
@@ -199,8 +201,14 @@ def set_title(target: Any, name: str, rest: str) -> None:
         rest: never shortened.
     """
     write = target.suptitle if isinstance(target, Figure) else target.set_title
+
+    def fits(title: str) -> bool:
+        text = write(title, parse_math=False)
+        return bool(text.get_window_extent().width <= target.bbox.width * 0.97)
+
+    if fits(f"{name} · {rest}"):
+        return
     # Letter widths vary, so the width is measured; no column fits 200 letters.
     for length in range(min(max(len(name), 4), 200), 3, -1):
-        text = write(f"{shorten(name, length)} · {rest}", parse_math=False)
-        if text.get_window_extent().width <= target.bbox.width * 0.97:
+        if fits(f"{shorten(name, length)}\n{rest}"):
             return
