@@ -7,6 +7,7 @@ import numpy as np
 from transformers import GenerationConfig
 
 import quantdiff
+from quantdiff.analysis.compare import Comparison
 from quantdiff.export.card import percent
 from quantdiff.export.sidecar import read_sidecar
 from tests.tiny import SETTINGS, build, tiny_diff_v2, tiny_ids, tiny_llama
@@ -68,6 +69,20 @@ def test_where_static_ranges_come_from(save):
     told = "The static ranges are from 48 tokens of batches, calibrated on `first`.\n"
     assert told in card(first)
     assert told in card(second)
+
+
+def test_a_calibration_that_was_cut_short(save):
+    """The sidecar, the card and the report say so."""
+    model = tiny_llama()
+    batches = [{"input_ids": tiny_ids(1, 24, seed=seed)} for seed in range(3)]
+    table = quantdiff.calibrate(model, batches, source="batches", stop=lambda: True)
+    assert table.partial
+    scheme = quantdiff.Scheme("attention_logits", 4, "absmax")
+    folder = save(model, table=table, schemes=[scheme])
+    assert read_sidecar(folder).content["calibration"]["partial"] is True
+    assert "tokens of batches, cut short, calibrated on" in card(folder)
+    (told,) = Comparison([folder]).provenance()["calibrated_on"]
+    assert told.endswith(", cut short")
 
 
 class BareTable:
